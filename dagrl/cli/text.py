@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from dagrl.config import Config
 from dagrl.data import Example, open_sampler
 from dagrl.data.chat import chat_of
-from dagrl.data.tokenization import Demonstration, Prompt, Row
+from dagrl.data.messages import with_parsed_arguments
+from dagrl.data.tokenization import THOUGHTS, Demonstration, Prompt, Row
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
 
@@ -182,8 +183,19 @@ def _contents(example: Example | None) -> list[str]:
     texts = list[object]()
     for message in example.messages:
         parts = message.content if isinstance(message.content, tuple) else [{"text": message.content}]
-        texts += [message.more.get("reasoning_content"), *(part.get("text") for part in parts)]
+        texts += [*(message.more.get(key) for key in THOUGHTS), *(part.get("text") for part in parts)]
+        calls = message.more.get("tool_calls")
+        texts += _strings([with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else None)
     return [text.strip() if isinstance(text, str) else "" for text in texts]
+
+
+def _strings(calls: object) -> list[str]:
+    """Returns the texts in the arguments of tool calls."""
+    if isinstance(calls, list):
+        return [text for item in calls for text in _strings(item)]
+    if isinstance(calls, dict):
+        return [text for key, item in calls.items() if key not in ("id", "type", "name") for text in _strings(item)]
+    return [calls] if isinstance(calls, str) else []
 
 
 def _find(text: str, content: str, place: int, starts: set[int]) -> int:

@@ -474,6 +474,10 @@ def _message(turn: Json, source: str) -> Message:
     more = {key: value for key, value in turn.items() if key not in known and value is not None}
     if "function_call" in more or role == "function":
         raise DataError(f"{source} has 'function_call' or the role 'function'; expected: 'tool_calls' and the role 'tool'")
+    calls = more.get("tool_calls")
+    calls = calls if isinstance(calls, list) else []
+    if any(isinstance(call, dict) and call.get("type", "function") != "function" for call in calls):
+        raise DataError(f"{source} calls a tool that is no function; expected: 'tool_calls' of the type 'function'")
     content = content_of(turn)
     if isinstance(content, list) and role != "assistant":
         content = parts_of(content, source)

@@ -172,7 +172,8 @@ def _styled(call: Any, *, as_text: bool) -> Any:
         return {**call, "function": _styled(call["function"], as_text=as_text)}
     arguments = call.get("arguments") or {}  # of a function without any, OpenAI's may be an empty text
     with suppress(ValueError):  # the policy's own call
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = arguments if isinstance(parsed, str) else parsed
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "arguments": arguments}

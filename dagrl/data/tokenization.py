@@ -39,6 +39,9 @@ Turns = Literal["all", "each", "last"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transformers' mask of assistant tokens
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages under which templates expect thoughts; each knows some."""
+
 DIFFERENCES = {
     "opened": "the chat template writes the start of a turn otherwise in its prompt, with a thought that it leaves out "
     "later, or a system prompt that it moves; there the loss begins with the turn's own text",
@@ -470,7 +473,7 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     alike = prompt is not None and text.startswith(prompt)
     start = len(prompt) if prompt and alike else chat.content_start(before, text[:end], example.tools)
     differences = set() if alike or prompt is None else {"opened"}
-    if not all(_has(text, part) for part in (message.content, message.more.get("reasoning_content"))):
+    if not all(_has(text, part) for part in (message.content, *(message.more.get(key) for key in THOUGHTS))):
         differences.add("left out")
     return _Turn(text, start, end, frozenset(differences))
 

@@ -400,12 +400,19 @@ def _encoded(
     if any(example.media for example in chain(learned, train, held)):
         check_media(config, plan)
         processor = MediaProcessor(load_processor(Path(config.policy.tokenizer.name or config.policy.model_name or "")))
+    shown = config.data.apply_chat_template or any(example.messages for example in chain(learned, train))
+    shown = shown and tokenizer.chat_template is not None
     if plan.generates:
-        shown = config.data.apply_chat_template or any(example.messages for example in chain(learned, train))
         ends = {"eos_token of the tokenizer": [cast(int, tokenizer.eos_token_id)]}
         if config.policy.random_init is None:
             ends |= {CONFIG: end_tokens(hf_config), GENERATION_CONFIG: end_tokens(generation_defaults(config.policy))}
-        derive_stops(derived, chat_of(tokenizer), ends, shown=shown and tokenizer.chat_template is not None)
+        derive_stops(derived, chat_of(tokenizer), ends, shown=shown)
+    elif shown and not (end := chat_of(tokenizer).end).tokens and end.text.strip():
+        logger.warning(
+            "the chat template ends assistant turns with %r, which is not a token of the tokenizer: engines that serve the "
+            "model stop there only if they are told to (`stop`)",
+            end.text.strip(),
+        )
     demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 3, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
         encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))

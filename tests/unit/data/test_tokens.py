@@ -478,6 +478,9 @@ def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixt
     assert not caplog.text, "Qwen3 writes the thought of the last turn"
     encode_demonstrations(examples, tokenizer_of(KINDS[0]))
     assert "row 1 and 1 other conversations: the chat template leaves out texts of turns that are learned" in caplog.text
+    caplog.clear()
+    encode_demonstrations([example_of([question, {**answer, "reasoning": "hm"}])], tokenizer_of(KINDS[1]))
+    assert "leaves out texts" in caplog.text, "Qwen3's template knows the thought by another name"
 
 
 def test_a_system_prompt_may_move() -> None:
@@ -504,6 +507,14 @@ def test_a_call_may_have_no_arguments(arguments: Any) -> None:
     )
     (row,) = encode_demonstrations([example_of([question, given], TOOLS)], tokenizer_of(kind), "last")
     assert row.tokens.tolist() == truth(kind, [question, plain], TOOLS)
+
+
+def test_arguments_may_be_a_text() -> None:
+    """That a template writes as JSON, which they are already."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '"x"'}}
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(KINDS[0]), "last")
+    assert row.tokens.tolist() == truth(KINDS[0], turns, TOOLS)
 
 
 def test_a_template_may_write_none() -> None:

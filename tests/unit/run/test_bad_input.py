@@ -356,6 +356,8 @@ LINES = r"""
 {"messages": [USER, {"role": "assistant", "content": ["a"]}]} -> message 2 of 'messages' is {'role'
 {"messages": [USER, {"role": "assistant", "content": null, "function_call": {"name": "f", "arguments": "{}"}}]} ->
     message 2 of 'messages' has 'function_call' or the role 'function'; expected: 'tool_calls' and the role 'tool'
+{"messages": [USER, {"role": "assistant", "content": null, "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}]} ->
+    message 2 of 'messages' calls a tool that is no function; expected: 'tool_calls' of the type 'function'
 {"messages": [USER, {"role": "assistant", "content": "2", "weight": 0.5}]} ->
     message 2 of 'messages' has the weight 0.5; expected: 1, or 0
 {"messages": [USER, {"role": "assistant", "content": "2", "tool_calls": ["\ud800"]}]} -> message 2 of 'messages' has half
