@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGCHLD, signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1)
 END_S = 10.0
 """Seconds to go on killing processes that start other ones."""
 
@@ -28,7 +28,7 @@ def main() -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # which also wakes it if it is stopped
     child = os.fork()
     if not child:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -39,7 +39,7 @@ def main() -> None:
         if (ended := reaped(child)) is not None:
             code = ended
             break
-        if signal.sigwait(SIGNALS) == signal.SIGUSR1:  # SIGTERM also comes when the driver's thread ends that started it
+        if signal.sigwait(SIGNALS) == signal.SIGUSR1:  # SIGCONT also comes when the driver's thread ends that started it
             break
     kill_children()
     sys.exit(code)
