@@ -20,7 +20,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.model import HiddenStates, Meshes, forget_meshes, shard_model
-from dagrl.workers.train.groups import leave_group
+from dagrl.workers.train.groups import destroy_groups
 
 
 @contextmanager
@@ -49,4 +49,4 @@ def dry_model(
         yield root
     finally:
         forget_meshes()
-        leave_group()
+        destroy_groups()  # they are fake, and have no threads

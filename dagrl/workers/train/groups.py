@@ -35,17 +35,22 @@ def join_group(context: WorkerContext, address: str) -> None:
     dist.init_process_group(kind, store=store, rank=context.rank, world_size=size, timeout=timeout)
 
 
-def leave_group() -> None:
-    """Destroys the default group and all others, also after an abort or a failed join.
-
-    Dropped models and optimizers are in reference cycles and hold groups, whose threads wake 100 times a second. They are
-    collected here. Those of sharded optimizers need a second pass.
-    """
+def destroy_groups() -> None:
+    """Destroys the default group and all others, also after an abort or a failed join."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
     reset_group_names()
+
+
+def leave_group() -> None:
+    """Destroys all groups, and collects what still holds them.
+
+    Dropped models and optimizers are in reference cycles and hold groups, whose threads wake 100 times a second. Those of
+    sharded optimizers need a second pass.
+    """
+    destroy_groups()
     for _ in range(GC_PASSES):
         if not gc.collect():
             break
