@@ -13,13 +13,14 @@ Runs of tokens of one kind are a line with its name, in its colour:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config
 from dagrl.data import Example, open_sampler
-from dagrl.data.chat import chat_of
-from dagrl.data.messages import with_parsed_arguments
+from dagrl.data.chat import Chat, chat_of
+from dagrl.data.messages import ANSWER, QUESTION, with_parsed_arguments
 from dagrl.data.tokenization import THOUGHTS, Demonstration, Prompt, Row
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
@@ -103,7 +104,7 @@ class _View:
     def sequence(self, name: str, row: Demonstration, example: Example | None) -> list[RenderableType]:
         """Shows a whole sequence."""
         tokens, learned = row.tokens.tolist(), row.loss_mask > 0
-        given = self._given(tokens, _contents(example))
+        given = self._given(tokens, _contents(example, self._chat))
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
         if example is not None and example.messages:
             kinds = self._with_after(tokens, learned.tolist(), kinds)
@@ -112,7 +113,7 @@ class _View:
     def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
         """Shows what is sampled from, and the reference."""
         tokens = prompt.tokens.tolist()
-        kinds = ["data" if given else "template" for given in self._given(tokens, _contents(example)[:-1])]
+        kinds = ["data" if given else "template" for given in self._given(tokens, _contents(example, self._chat)[:-1])]
         reference = f", reference {_shown(prompt.reference)[:MOST]}" if prompt.reference else ""
         title = f"prompt: {prompt.source}, {len(tokens)} tokens{reference}"
         return self._table(title, tokens, kinds, ("SAMPLE", "..."))
@@ -127,8 +128,9 @@ class _View:
         kinds, left = list(kinds), ""
         for number, piece in enumerate(self._pieces(tokens)):
             left = self._chat.end.after if learned[number] else left
-            if kinds[number] == "template" and piece and left.startswith(piece):
-                kinds[number], left = "after", left.removeprefix(piece)
+            text = piece.lstrip(" ")  # SentencePiece puts spaces before tokens
+            if kinds[number] == "template" and piece and left and left.startswith(text):
+                kinds[number], left = "after", left.removeprefix(text)
             elif not learned[number]:
                 left = ""
         return kinds
@@ -164,29 +166,59 @@ class _View:
         plain = (" " * len(piece) if token in special else piece for token, piece in zip(tokens, pieces, strict=True))
         text, given, place, known = "".join(plain), [False] * len(tokens), 0, set(starts)
         for content in contents:
-            read = self._decode(self._chat.encoder.ids(content)).strip()
+            read = self._decode(self._chat.encoder.ids(content))
             for candidate in dict.fromkeys((content, read)):  # a tokenizer may normalize text, or not know characters
-                if (found := _find(text, candidate, place, known)) >= 0:
-                    place = found + len(candidate)
+                if (found := _find(text, candidate.strip(), place, known)) >= 0:
+                    place = found + len(candidate.strip())
+                    left, right = _edges(content)
+                    found -= len(left) if text.endswith(left, 0, found) else 0
+                    place += len(right) if text.startswith(right, place) else 0
                     inside = (start < place and end > found for start, end in zip(starts, ends, strict=True))
                     given = [old or new for old, new in zip(given, inside, strict=True)]
                     break
         return given
 
 
-def _contents(example: Example | None) -> list[str]:
-    """Returns the texts of an example that a template writes, in order; the last one is the answer."""
+def _contents(example: Example | None, chat: Chat) -> list[str]:
+    """Returns the texts of an example as a template writes them, in order; the last one is the answer."""
     if example is None:
         return []
     if not example.messages:
         return [example.prompt, example.response]
-    texts = list[object]()
+    texts = list[str]()
     for message in example.messages:
         parts = message.content if isinstance(message.content, tuple) else [{"text": message.content}]
-        texts += [*(message.more.get(key) for key in THOUGHTS), *(part.get("text") for part in parts)]
+        texts += [text.strip() if isinstance(text := message.more.get(key), str) else "" for key in THOUGHTS]
+        texts += [_written(text, message.role, chat) if isinstance(text := part.get("text"), str) else "" for part in parts]
         calls = message.more.get("tool_calls")
         texts += _strings([with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else None)
-    return [text.strip() if isinstance(text, str) else "" for text in texts]
+    return texts
+
+
+@lru_cache(maxsize=8)
+def _cut_edges(chat: Chat, role: str) -> tuple[bool, bool]:
+    """Returns whether the template cuts white space from the start and from the end of contents."""
+    turns = [{"role": "user", "content": QUESTION}]
+    place = int(role not in ("system", "user"))
+    try:
+        plain, *padded = (
+            chat.render([*turns[:place], {"role": role, "content": text}, *turns[place:]], opened=False)
+            for text in (ANSWER, f" {ANSWER}", f"{ANSWER} ")
+        )
+    except Exception:  # a template without such turns alone
+        return False, False
+    return plain == padded[0], plain == padded[1]
+
+
+def _written(text: str, role: str, chat: Chat) -> str:
+    left, right = _cut_edges(chat, role)
+    text = text.lstrip() if left else text
+    return text.rstrip() if right else text
+
+
+def _edges(text: str) -> tuple[str, str]:
+    """Returns the white space at the start and at the end of a text."""
+    return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
 
 
 def _strings(calls: object) -> list[str]:

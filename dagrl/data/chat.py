@@ -61,14 +61,14 @@ class Chat:
         """
         return self._render(self._turns(messages, tools), tools, opened=opened, **variables)
 
-    def renders(self, messages: Messages, tools: Sequence[Json], tokens: Sequence[int]) -> bool:
+    def renders(self, messages: Messages, tools: Sequence[Json], tokens: Sequence[int], **variables: Any) -> bool:
         """Returns whether the template's text of a conversation, with the next turn open, has these tokens."""
         try:
-            return self.encoder.ids(self.render(messages, tools, opened=True)) == list(tokens)
+            return self.encoder.ids(self.render(messages, tools, opened=True, **variables)) == list(tokens)
         except Exception:  # Jinja's errors, and those that templates raise
             return False
 
-    def marked(self, messages: Messages, tools: Sequence[Json] = ()) -> tuple[str, list[tuple[int, int]]]:
+    def marked(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation and the parts of it that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -80,6 +80,7 @@ class Chat:
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
             **getattr(self.tokenizer.apply_chat_template, "keywords", {}),  # the date of the run
+            **variables,
         )
         return texts[0], [(start, end) for start, end in parts[0] if start < end]
 
@@ -119,6 +120,14 @@ class Chat:
         """The tokens that end a turn: the template's and the tokenizer's."""
         return frozenset({*self.end.tokens, self.tokenizer.eos_token_id} - {None})
 
+    @cached_property
+    def _openings_of_results(self) -> frozenset[int]:
+        """The ends of turns with calls that open a result (Gemma 4): they precede each result, or one without a call."""
+        result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
+        of_calls, of_none = self._tail([result, result], calls=2), self._tail([result])
+        texts = {token: self.encoder.decode([token]) for token in self.end.tokens[1:]}
+        return frozenset(token for token, text in texts.items() if of_calls.count(text) > 1 or text in of_none)
+
     def is_end(self, text: str) -> bool:
         """Returns whether the template ends turns with a text."""
         return text == self.end.text or self.ends.issuperset(self.encoder.ids(text))
@@ -147,13 +156,13 @@ class Chat:
         content, found, rest = text.rpartition(end)
         return content if found and not rest.strip() else text
 
-    def content_start(self, before: Messages, rendered: str, tools: Sequence[Json] = ()) -> int:
+    def content_start(self, before: Messages, rendered: str, tools: Sequence[Json] = (), **variables: Any) -> int:
         """Returns where the text of the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt.
 
         Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
         """
         turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
-        start = shared(rendered, *(self.render([*before, turn], tools, opened=False) for turn in turns))
+        start = shared(rendered, *(self.render([*before, turn], tools, opened=False, **variables) for turn in turns))
         return len(rendered[:start].rstrip(" "))  # the tokens of words may begin with it
 
     def reply_text(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:
@@ -185,9 +194,8 @@ class Chat:
             tokens = encoded.ids[encoded.index(place) :]
         else:
             tokens = self.encoder.continuation(text[:place], text[place:])
-        if closed and not self.end.text and tokens[:1] == list(turn[-1:]):  # the next turn's opening ended it
-            return tokens[1:]
-        return tokens
+        opened = closed and (not self.end.text or turn[-1] in self._openings_of_results)
+        return tokens[1:] if opened and tokens[:1] == list(turn[-1:]) else tokens  # what follows ended it
 
     def _written(self, turn: Sequence[int], encoded: Encoded, text: str, end: int, after: int) -> int:
         """Returns where in `text` the template goes on after a turn that a string ended, maybe in the template's own end.
@@ -227,7 +235,10 @@ class Chat:
         start = len(ANSWER.join([*whole.split(ANSWER)[:answers], ""])) if answers else 0
         after = start + len(ended)
         if whole.startswith(ended, start):
-            return whole, after - len(self.end.text) if ended.endswith(self.end.text) else after, after
+            texts = self.end.text, *(self.encoder.decode([token]) for token in self.end.tokens)
+            text = next((text for text in texts if text and ended.endswith(text)), "")
+            end = after - len(text)
+            return whole, end, end if self._openings_of_results.intersection(self.encoder.ids(text)) else after
         # A turn in the middle ends otherwise: with as many tokens, or with fewer before those that open the next turn.
         (encoded,) = self.encoder.encode([whole[: start + (len(ended) + 1) * self.encoder.longest]])
         number = encoded.index(start)

@@ -1,10 +1,10 @@
 """Reads and splits examples from JSONL files, Hugging Face datasets or a task.
 
 A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`), with text or messages,
-or `{"messages": [{"role": ..., "content": ...}, ...]}`, both with optional `tools`; for preferences it is `{"prompt": ...,
-"chosen": ..., "rejected": ...}` (`preference_of`). Rows of a dataset (`dagrl.data.hugging_face`) have the same
-columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed to the chat template. An assistant turn
-with `weight` 0 is not learned. Errors name the file and the line or row.
+or `{"messages": [{"role": ..., "content": ...}, ...]}`, both with optional `tools` and `chat_template_kwargs`; for
+preferences it is `{"prompt": ..., "chosen": ..., "rejected": ...}` (`preference_of`). Rows of a dataset
+(`dagrl.data.hugging_face`) have the same columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed
+to the chat template. An assistant turn with `weight` 0 is not learned. Errors name the file and the line or row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -57,8 +57,8 @@ class Example:
     """A prompt and the response to learn (SFT) or to compare with (GRPO). `source` names its file and line, or row.
 
     A conversation has `messages`, which end with an assistant turn. Its `prompt` is empty and its `response` is the content
-    of that turn. `tools` are passed to the chat template. `columns` are all columns of its row, for rewards; `task` is its
-    name in `data.mixture`. `rejected` is the same with the worse answer, for preferences.
+    of that turn. `tools` and `variables` are passed to the chat template. `columns` are all columns of its row, for
+    rewards; `task` is its name in `data.mixture`. `rejected` is the same with the worse answer, for preferences.
     """
 
     prompt: str
@@ -68,6 +68,7 @@ class Example:
     tools: Sequence[Json] = ()
     columns: Mapping[str, Json] = field(default_factory=dict)
     task: str = ""
+    variables: Mapping[str, Json] = field(default_factory=dict)
     rejected: Example | None = None
 
     @property
@@ -130,6 +131,11 @@ def with_chat(example: Example, config: DataConfig) -> Example:
         messages = (Message("user", example.prompt), Message("assistant", example.response))
     if messages and config.system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", config.system_prompt), *messages)
+    if example.variables and not messages:
+        raise DataError(
+            f"{example.source} has 'chat_template_kwargs', but is a plain prompt, which no chat template shows; remove "
+            "them, or set data.apply_chat_template=true"
+        )
     rejected = None if example.rejected is None else with_chat(example.rejected, config)
     return replace(example, prompt="" if messages else example.prompt, messages=messages, rejected=rejected)
 
@@ -372,7 +378,7 @@ def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfi
         example = _conversation(content[config.messages_key], source, config.messages_key)
     else:
         example = _answer_of(content, config.response_key, "data.response_key", source, config)
-    return replace(example, tools=_tools(content.get("tools"), source), columns=content)
+    return replace(example, columns=content, **_shown(content, source))
 
 
 def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
@@ -384,8 +390,8 @@ def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) 
         _answer_of(content, key, option, source, config)
         for key, option in ((config.chosen_key, "data.chosen_key"), (config.rejected_key, "data.rejected_key"))
     ]
-    tools = _tools(content.get("tools"), source)
-    return replace(answers[0], tools=tools, columns=content, rejected=replace(answers[1], tools=tools))
+    shown = _shown(content, source)
+    return replace(answers[0], columns=content, rejected=replace(answers[1], **shown), **shown)
 
 
 def _prompt_alone(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
@@ -494,6 +500,15 @@ def _message(turn: Json, source: str) -> Message:
         _require_text(text, f"{source}: 'content'")
     _require_all_text(more, source)
     return Message("system" if role == "developer" else role, content, more, weight != 0)
+
+
+def _shown(content: Mapping[str, Json], source: str) -> dict[str, Any]:
+    """Returns what a row shows to the chat template besides messages. Tables have null where a row lacks a variable."""
+    variables = content.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise DataError(f"{source}: 'chat_template_kwargs' is {variables!r:.60}; expected: an object of template variables")
+    given = {name: value for name, value in variables.items() if value is not None}
+    return {"tools": _tools(content.get("tools"), source), "variables": given}
 
 
 def _tools(tools: Json, source: str) -> tuple[Json, ...]:

@@ -56,7 +56,7 @@ DIFFERENCES = {
 class Prompt:
     """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example.
 
-    `tools` are those that the chat template showed.
+    `tools` are those that the chat template showed, and `variables` are further ones of the template.
     """
 
     text: str
@@ -68,6 +68,7 @@ class Prompt:
     task: str = ""
     tools: Sequence[Json] = ()
     media: RowMedia | None = None
+    variables: Mapping[str, Json] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -145,7 +146,7 @@ def encode_prompts(
         tokens = _prompt_tokens(encoded.ids, example, before)
         media = _row_media(encoded, text, example.messages[:-1], processor)
         media = None if media is None else media.padded(len(before), 0)
-        prompts.append(Prompt(text.text, tokens, *fields, media))
+        prompts.append(Prompt(text.text, tokens, *fields, media, example.variables))
     return prompts
 
 
@@ -395,7 +396,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
         raise _nothing_to_learn(example)
     messages = _turns(example.messages)
     _render(chat, messages, example, opened=False)  # reports errors of the template
-    whole, parts = chat.marked(messages, example.tools)
+    whole, parts = chat.marked(messages, example.tools, **example.variables)
     place, learned, differences = 0, list[tuple[int, int]](), frozenset[str]()
     for count, message in _assistant_turns(example):
         turn = _turn(chat, example, count)
@@ -406,7 +407,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
                 sampled[-1] = (sampled[-1][0], turn.end)
         else:
             following = next((part for part in parts if part[0] >= place), None)
-            own = chat.marked(messages[:count], example.tools)[1]
+            own = chat.marked(messages[:count], example.tools, **example.variables)[1]
             sampled = [] if following is None else [_rewritten(turn, own, whole, *following, chat.end.text)]
         place = sampled[-1][1] if sampled else place
         if message.learned:
@@ -471,7 +472,10 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     end = len(text.removesuffix(chat.end.after))
     prompt = _render(chat, before, example, opened=True) if before else None
     alike = prompt is not None and text.startswith(prompt)
-    start = len(prompt) if prompt and alike else chat.content_start(before, text[:end], example.tools)
+    if prompt and alike:
+        start = len(prompt)
+    else:
+        start = chat.content_start(before, text[:end], example.tools, **example.variables)
     differences = set() if alike or prompt is None else {"opened"}
     if not all(_has(text, part) for part in (message.content, *(message.more.get(key) for key in THOUGHTS))):
         differences.add("left out")
@@ -488,8 +492,11 @@ def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | 
         raise ConfigError(
             f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
+    template = str(chat.tokenizer.chat_template)
+    if unknown := [name for name in example.variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise DataError(f"{example.source}: 'chat_template_kwargs' has {unknown}, which the chat template does not use")
     try:
-        return chat.render(turns, example.tools, opened=opened)
+        return chat.render(turns, example.tools, opened=opened, **example.variables)
     except Exception as error:  # Jinja's errors, and those that templates raise
         raise DataError(f"{example.source}: the chat template rejects the conversation: {error}") from error
 

@@ -168,11 +168,14 @@ def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]]
     if shown:
         sources["ends turns of the chat template"] = chat.end.tokens
         written = chat.end.text.strip()
-        if written and not chat.end.tokens and not any(stop in written for stop in config.stop_strings):
+        strings = {stop.strip() for stop in config.stop_strings}
+        parts = sorted(stop for stop in strings if stop and stop != written and stop in written)
+        if written and not chat.end.tokens and (parts or written not in strings):
+            found = f"but {ROLLOUT}.stop_strings has {' and '.join(map(repr, parts))}, a part of it" if parts else ""
             raise ConfigError(
-                f"the chat template ends assistant turns with {written!r}, which is not a token of the tokenizer, so "
-                "generation would not stop there; use the tokenizer that belongs to the template, or set "
-                f"{ROLLOUT}.stop_strings"
+                f"the chat template ends assistant turns with {written!r}, which is not a token of the tokenizer, "
+                f"{found or 'so generation would not stop there'}; use the tokenizer that belongs to the template, or set "
+                f"{ROLLOUT}.stop_strings to [{written!r}]"
             )
         if not written and not chat.end.tokens:
             logger.warning(

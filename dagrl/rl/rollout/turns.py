@@ -190,7 +190,7 @@ class EnvironmentTurns:
         if isinstance(reply, str):
             return self._chat.text_reply(turn, reply, room)
         episode.replies.append(reply)
-        return self._chat.reply(turn, self._stops, reply, episode.prompt.tools, room)
+        return self._chat.reply(turn, self._stops, reply, episode.prompt.tools, room, **episode.prompt.variables)
 
     def _renders_again(self, episode: Episode) -> bool | None:
         """Returns whether the template writes the conversation up to the last turn with the tokens that it has."""
@@ -201,7 +201,7 @@ class EnvironmentTurns:
         for text, reply in zip(turns, episode.replies, strict=False):
             messages += [{"role": "assistant", "content": text}, *reply]
         tokens = [*episode.prompt.tokens.tolist(), *episode.tokens[: episode.turn_start].tolist()]
-        return self._chat.renders(messages, episode.prompt.tools, tokens)
+        return self._chat.renders(messages, episode.prompt.tools, tokens, **episode.prompt.variables)
 
     def _texts(self, episode: Episode) -> list[str]:
         turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]

@@ -96,6 +96,21 @@ def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
     assert "reference n\u00e9" in text and "SFT" not in text
 
 
+@pytest.mark.parametrize(
+    ("template", "trained"),
+    [
+        (TEMPLATE, ["TRAIN+    <", "TRAIN      │1│2│↵", "TRAIN+    >"]),
+        (TEMPLATE.replace("m.content }}>", "m.content | trim }} >"), ["TRAIN+    <", "TRAIN     1│2", "TRAIN+     │>"]),
+    ],
+)
+def test_white_space_is_the_datas_unless_the_template_cuts_it(config: list[str], template: str, trained: list[str]) -> None:
+    row = {"messages": [{"role": "user", "content": " 7? "}, {"role": "assistant", "content": " 12\n"}]}
+    Path("chats.jsonl").write_text(json.dumps(row))
+    words = [*config[1:], f"policy.tokenizer.chat_template={json.dumps(template)}"]
+    text = lines(text_report(load_config(config[0], words), 1, Console(file=io.StringIO(), width=80)))
+    assert "data       │7│?│\n" in text and "\n".join(trained) in text
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_texts_of_tokens_join_to_the_whole(kind: Kind) -> None:
     """With byte-level tokens, of which several make a character, SentencePiece's spaces, and added tokens."""

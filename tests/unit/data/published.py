@@ -187,6 +187,17 @@ GEMMA = (
     "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 
+GEMMA4 = (
+    "{{ bos_token }}{% if tools %}<|turn>system\n" + _TOOLS + "<turn|>\n{% endif %}{% for m in messages %}"
+    "{% set before = messages[loop.index0 - 1] if not loop.first else {} %}"
+    "{% if m.role == 'tool' %}{{ '<|tool_response>' if not before.tool_calls }}response:f{{ '{' + m.content + '}' }}<tool_response|>"
+    "{% else %}{{ '<|turn>' + m.role + '\n' if before.role != 'tool' }}{{ m.content | default('', true) | trim }}"
+    + _calls("<|tool_call>", "<tool_call|>")
+    + "{{ '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}{% endfor %}"
+    "{{ '<|turn>assistant\n' if add_generation_prompt and messages[-1].role != 'tool' }}"
+)
+GEMMA4_TOKENS = ("<|turn>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>")
+
 MISTRAL1 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
@@ -393,6 +404,7 @@ KINDS = (
     Kind("DeepSeek V3", "gpt2", "<|end|>", DEEPSEEK3, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
     Kind("DeepSeek R1", "gpt2", "<|end|>", R1, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
     Kind("R1-Distill", "gpt2", "<|end|>", R1_DISTILL, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
+    Kind("Gemma 4", "gemma", "<turn|> <|tool_response>", GEMMA4, GEMMA4_TOKENS, bos="<bos>", eos="<turn|>"),
     Kind("GLM-4.5", "tiktoken", "<|user|> <|observation|>", GLM, GLM_TOKENS, writes_end=False),
     Kind("gpt-oss", "tiktoken", "<|return|> <|call|>", HARMONY, HARMONY_TOKENS, again=False),
     Kind(

@@ -24,8 +24,8 @@ from dagrl.config import DataConfig, PolicyConfig, TokenizerConfig
 from dagrl.data import Example
 from dagrl.data.chat import chat_of
 from dagrl.data.encoder import TextEncoder
-from dagrl.data.examples import demonstration_of
-from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts, with_opening
+from dagrl.data.examples import demonstration_of, preference_of
+from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_preferences, encode_prompts, with_opening
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody
@@ -204,6 +204,11 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
     (row,) = encode_demonstrations([example_of(turns[:2], TOOLS)], tokenizer, "last")
     (turn,) = parts(row)
     assert [*prompt_tokens, *turn, *chat.reply(turn, frozenset(), results, TOOLS, 1000)] == requests[0]
+    rest = requests[0][len(prompt_tokens) + len(turn) :]
+    opening = [turn[-1]] if kind.name in ("Gemma 4", "GLM-4.5") else []  # of a result, which also ends the call
+    assert chat.reply([*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000) == [*opening, *rest]
+    if kind.writes_end:
+        assert chat.reply(turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
 
 
 @kinds
@@ -507,6 +512,52 @@ def test_a_call_may_have_no_arguments(arguments: Any) -> None:
     )
     (row,) = encode_demonstrations([example_of([question, given], TOOLS)], tokenizer_of(kind), "last")
     assert row.tokens.tolist() == truth(kind, [question, plain], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("Qwen3", {"enable_thinking": False}),
+        ("Llama 3.1, dated", {"date_string": "1 May", "hello": None}),
+        ("marked", {"x": "h"}),
+    ],
+)
+def test_rows_have_variables_of_the_template(name: str, variables: dict[str, Any]) -> None:
+    """As TRL's: of a row of SFT, a preference and a prompt, and where an environment replies to it."""
+    kind = next(kind for kind in KINDS if kind.name == name.replace("marked", "Qwen2.5"))
+    tokenizer = copy.copy(tokenizer_of(kind))
+    if kind.name != "Llama 3.1, dated":
+        opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        tokenizer.chat_template = kind.template.replace(
+            opening, opening + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+        )
+    if name == "marked":
+        tokenizer.chat_template = "{{ x }}{% generation %}" + kind.template + "{% endgeneration %}"
+    messages = messages_of(TEXTS["one"])
+    content = {"messages": messages, "chat_template_kwargs": variables}
+    example = demonstration_of(content, "row 1", DataConfig(path="x"))
+    (row,), (prompt,) = encode_demonstrations([example], tokenizer), encode_prompts([example], tokenizer)
+    given = {key: value for key, value in variables.items() if value is not None}
+    whole = tokenizer.apply_chat_template(messages, tokenize=True, **given)["input_ids"]
+    opened = tokenizer.apply_chat_template(messages[:1], tokenize=True, add_generation_prompt=True, **given)["input_ids"]
+    assert row.tokens.tolist() == whole and prompt.tokens.tolist() == opened != truth(kind, messages[:1], opened=True)
+    assert with_opening(prompt, messages[:1], tokenizer).tokens.tolist() == opened
+    pair = {"prompt": messages[:1], "chosen": messages[1:], "rejected": messages[1:], "chat_template_kwargs": variables}
+    (both,) = encode_preferences([preference_of(pair, "row 1", DataConfig(path="x"))], tokenizer)
+    assert both.chosen.tokens.tolist() == both.rejected.tokens.tolist() == whole
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"enable_thnking": False}, r"\['enable_thnking'\], which the chat template does not use"),
+        ("x", "expected: an object"),
+    ],
+)
+def test_variables_without_effect_are_an_error(variables: Any, message: str) -> None:
+    content = {"messages": messages_of(TEXTS["one"]), "chat_template_kwargs": variables}
+    with pytest.raises(DataError, match=message):
+        encode_demonstrations([demonstration_of(content, "row 1", DataConfig(path="x"))], tokenizer_of(KINDS[1]))
 
 
 def test_arguments_may_be_a_text() -> None:

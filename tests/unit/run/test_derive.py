@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,11 @@ def test_an_end_of_turns_that_is_no_token_is_an_error(caplog: pytest.LogCaptureF
     several = chat_of(ended_by("<|e|>\n"))
     with pytest.raises(ConfigError, match=r"ends assistant turns with '<\|e\|>', which is not a token .*stop_strings"):
         derive_stops(Derived(minimal(policy={"generation": {}})), several, {}, shown=True)
-    told = Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>"]}}))
+    for part in ("<|e", "|>"):
+        half = Derived(minimal(policy={"generation": {"stop_strings": [part, "<|e|>"]}}))
+        with pytest.raises(ConfigError, match=rf"stop_strings has '{re.escape(part)}', a part of it"):
+            derive_stops(half, several, {}, shown=True)
+    told = Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>", "\n\n"]}}))
     derive_stops(told, several, {}, shown=True)
     derive_stops(told, chat_of(ended_by("")), {"config.json": [2]}, shown=True)
     assert "writes no end after an assistant turn" in caplog.text and "generation ends only with '<eos>'" in caplog.text
