@@ -50,6 +50,9 @@ class DataSourceConfig(Section):
     rejected_key: str = "rejected"
     """Column of the worse answer of a preference: text, or messages."""
 
+    label_key: str = "label"
+    """Column that says whether the response is desirable (true or false), for algorithms that learn from single answers."""
+
     messages_key: str = "messages"
     """Column of the messages of a conversation."""
 

@@ -2,9 +2,10 @@
 
 A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`), with text or messages,
 or `{"messages": [{"role": ..., "content": ...}, ...]}`, both with optional `tools` and `chat_template_kwargs`; for
-preferences it is `{"prompt": ..., "chosen": ..., "rejected": ...}` (`preference_of`). Rows of a dataset
-(`dagrl.data.hugging_face`) have the same columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed
-to the chat template. An assistant turn with `weight` 0 is not learned. Errors name the file and the line or row.
+preferences it is `{"prompt": ..., "chosen": ..., "rejected": ...}` (`preference_of`), or of a single answer `{"prompt": ...,
+"response": ..., "label": true}` (`judged_of`). Rows of a dataset (`dagrl.data.hugging_face`) have the same columns. Further
+keys of a message (`tool_calls`, `reasoning_content`) are passed to the chat template. An assistant turn with `weight` 0 is
+not learned. Errors name the file and the line or row.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Example:
 
     A conversation has `messages`, which end with an assistant turn. Its `prompt` is empty and its `response` is the content
     of that turn. `tools` and `variables` are passed to the chat template. `columns` are all columns of its row, for
-    rewards; `task` is its name in `data.mixture`. `rejected` is the same with the worse answer, for preferences.
+    rewards; `task` is its name in `data.mixture`. `rejected` is the same with the worse answer, for preferences; `label`
+    says whether a single answer is desirable.
     """
 
     prompt: str
@@ -70,6 +72,7 @@ class Example:
     task: str = ""
     variables: Mapping[str, Json] = field(default_factory=dict)
     rejected: Example | None = None
+    label: bool | None = None
 
     @property
     def media(self) -> tuple[Medium, ...]:
@@ -392,6 +395,39 @@ def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) 
     ]
     shown = _shown(content, source)
     return replace(answers[0], columns=content, rejected=replace(answers[1], **shown), **shown)
+
+
+def judged_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
+    """Returns the example of a row with a prompt, one answer, and a label that says whether it is desirable."""
+    if config.response_key is None:
+        raise DataError(f"{source}: data.response_key is null; expected: the column of the answers")
+    answer, label = (
+        _answer_of(content, config.response_key, "data.response_key", source, config),
+        content.get(config.label_key),
+    )
+    if (desirable := _LABELS.get(str(label).lower())) is None:
+        raise DataError(
+            f"{source}: {config.label_key!r} is {label!r:.60}; expected: true or false. Set data.label_key to the column "
+            "that says whether the answer is desirable"
+        )
+    return replace(answer, columns=content, label=desirable, **_shown(content, source))
+
+
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def with_other_answers(examples: Sequence[Example], seed: int) -> list[Example]:
+    """Returns the examples, each with the answer of another one to its prompt as `rejected`, to estimate the KL by."""
+    if missing := next((example for example in examples if example.label is None), None):
+        raise DataError(f"{missing.source} has no label; expected: dagrl.data.Example(..., label=True), or False")
+    order = np.random.default_rng(seed).permutation(len(examples))
+    paired = list(examples)
+    for place, other in zip(order, np.roll(order, 1), strict=True):
+        example, answer = examples[place], examples[other]
+        last = answer.messages[-1] if answer.messages else Message("assistant", answer.response)
+        messages = (*example.messages[:-1], last) if example.messages else ()
+        paired[place] = replace(example, rejected=replace(example, response=answer.response, messages=messages))
+    return paired
 
 
 def _prompt_alone(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:

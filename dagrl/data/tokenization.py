@@ -101,19 +101,21 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to a prompt, as whole sequences."""
+    """Two answers to a prompt, as whole sequences. With a `label`, only the first is judged: whether it is desirable."""
 
     chosen: Demonstration
     rejected: Demonstration
     source: str
     task: str = ""
+    label: bool | None = None
 
     def __len__(self) -> int:
         return max(len(self.chosen), len(self.rejected))
 
     def content(self) -> tuple[bytes, ...]:
         """Returns everything that a step learns from."""
-        return *self.chosen.content(), *self.rejected.content()
+        label = [] if self.label is None else [bytes([self.label])]
+        return *self.chosen.content(), *self.rejected.content(), *label
 
 
 def _content(media: RowMedia | None) -> list[bytes]:
@@ -266,7 +268,7 @@ def encode_preferences(
     if scored:
         sides = [[_scored(row) for row in side] for side in sides]
     pairs = zip(examples, *sides, strict=True)
-    return [Preference(chosen, rejected, example.source, example.task) for example, chosen, rejected in pairs]
+    return [Preference(chosen, rejected, example.source, example.task, example.label) for example, chosen, rejected in pairs]
 
 
 def _scored(row: Demonstration) -> Demonstration:
@@ -310,6 +312,12 @@ def collate(rows: Sequence[Demonstration], *, media: bool = False) -> Batch:
 def collate_pairs(pairs: Sequence[Preference]) -> Batch:
     """Returns a batch of both answers of each pair: rows 2i and 2i + 1 are the chosen and the rejected answer of pair i."""
     return collate([answer for pair in pairs for answer in (pair.chosen, pair.rejected)])
+
+
+def labels_of(pairs: Sequence[Preference]) -> npt.NDArray[np.float64] | None:
+    """Returns 1 for each pair whose first answer is desirable, 0 for the others [pairs]; None without labels."""
+    labels = [pair.label for pair in pairs if pair.label is not None]
+    return np.array(labels, np.float64) if labels else None
 
 
 def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:

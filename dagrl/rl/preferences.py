@@ -12,12 +12,14 @@ of a reward model. So a step computes these sums s first. The gradient of the lo
 times the gradient of s: one optimizer step in which every token of an answer has the weight dL/ds. The answers of a pair
 need not be in one microbatch, or on one worker, and the result is exact in every layout. It costs one forward pass more
 than a loss that sees both answers at once.
+
+Single answers with labels are learned in the same way (`unpaired`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -41,7 +43,8 @@ class Pairs:
     """Both answers of each pair: tensors [pairs], float64. Only `chosen` and `rejected` have a gradient.
 
     `chosen` and `rejected` are sums over the answer's tokens of log-probabilities, or scores of a reward model.
-    `reference_*` are sums under the reference policy, `*_tokens` the numbers of tokens.
+    `reference_*` are sums under the reference policy, `*_tokens` the numbers of tokens. Of an algorithm that is `unpaired`,
+    `chosen` is the answer of a row, `desirable` its label (1 or 0), and `rejected` the answer of another row to its prompt.
     """
 
     chosen: Tensor
@@ -50,6 +53,7 @@ class Pairs:
     rejected_tokens: Tensor
     reference_chosen: Tensor | None = None
     reference_rejected: Tensor | None = None
+    desirable: Tensor | None = None
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -70,6 +74,8 @@ class PreferenceAlgorithm(Algorithm):
     average = "sums"
     scored: ClassVar[bool] = False
     """Whether `pairs.chosen` and `pairs.rejected` are scores of a model with a scalar head, read after the last token."""
+    unpaired: ClassVar[bool] = False
+    """Whether rows have one answer (`data.response_key`) and a label (`data.label_key`); see `Pairs`."""
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Returns the loss of each pair [pairs], and further values [pairs] whose means become metrics."""
@@ -112,6 +118,11 @@ def gives_scores(algorithm: Algorithm) -> bool:
     return isinstance(algorithm, PreferenceAlgorithm) and algorithm.scored
 
 
+def is_unpaired(algorithm: Algorithm) -> bool:
+    """Whether the algorithm learns from single answers with labels."""
+    return isinstance(algorithm, PreferenceAlgorithm) and algorithm.unpaired
+
+
 def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
     """Returns the phases that compute the sums of answers: under the policy, and the reference policy if it is compared.
 
@@ -127,9 +138,15 @@ def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def pair_losses(
-    algorithm: PreferenceAlgorithm, sums: Sums, tokens: npt.NDArray[np.int64], reference: Sums | None
+    algorithm: PreferenceAlgorithm,
+    sums: Sums,
+    tokens: npt.NDArray[np.int64],
+    reference: Sums | None,
+    labels: Sums | None = None,
 ) -> PairLosses:
     """Computes the mean loss over pairs, from the sums, numbers of tokens and reference sums of their answers [rows].
+
+    `labels` [pairs] are 1 where the first answer is desirable, for an algorithm that is `unpaired`.
 
     Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. Raises ConfigError if the algorithm's loss fails,
     has another shape, or is not finite for finite sums. The weights of sums that are not finite are neither, so the
@@ -143,8 +160,10 @@ def pair_losses(
     leaf = torch.tensor(sums, dtype=torch.float64, requires_grad=True)
     counts = torch.tensor(tokens, dtype=torch.float64)
     fixed = (None, None) if reference is None else tuple(torch.tensor(reference, dtype=torch.float64).view(-1, 2).T)
+    desirable = None if labels is None else torch.tensor(labels, dtype=torch.float64)
     with running(name, KEY):
-        losses, means = algorithm.pair_loss(Pairs(*leaf.view(-1, 2).T, *counts.view(-1, 2).T, *fixed))
+        pairs = Pairs(*leaf.view(-1, 2).T, *counts.view(-1, 2).T, *fixed)
+        losses, means = algorithm.pair_loss(replace(pairs, desirable=desirable))
         check_shapes(f"{KEY}: {name}", losses, means, [len(sums) // 2], "a value for each pair")
         if not losses.requires_grad:
             raise ConfigError(f"{KEY}: {name} does not depend on `pairs.chosen` or `pairs.rejected`, so nothing would train")

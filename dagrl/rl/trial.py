@@ -63,7 +63,8 @@ def try_pair_loss(algorithm: Algorithm) -> None:
         )
     generator = np.random.default_rng(0)
     reference = -generator.random(2 * ROWS) - 1 if "reference_logprobs" in algorithm.columns else None
-    pair_losses(algorithm, -generator.random(2 * ROWS) - 1, np.full(2 * ROWS, TOKENS), reference)
+    labels = np.arange(ROWS, dtype=np.float64) if algorithm.unpaired else None
+    pair_losses(algorithm, -generator.random(2 * ROWS) - 1, np.full(2 * ROWS, TOKENS), reference, labels)
 
 
 def _logprobs(generator: torch.Generator) -> torch.Tensor:

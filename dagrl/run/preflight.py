@@ -24,7 +24,7 @@ from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
-from dagrl.data.examples import keep_valid, preference_of, with_chat, with_tools
+from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
 from dagrl.data.media import MediaProcessor, Medium, load_processor
 from dagrl.data.messages import CALL_ID
 from dagrl.data.tokenization import (
@@ -41,10 +41,11 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpus
+from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
-from dagrl.rl.preferences import gives_scores
+from dagrl.rl.preferences import gives_scores, is_unpaired
 from dagrl.rl.reward_trial import try_rewards
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
@@ -151,7 +152,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     if plan.learns_from != "preferences":
         _check_responses(config, plan)
     # before models are looked for, and before torch and transformers are imported
-    splits = load_splits(config.data, preference_of if plan.learns_from == "preferences" else None)
+    splits = load_splits(config.data, _parser(plan))
     questions = load_sets(config.evaluation)
     tokenizer, hf_config = _open_text(derived)
     config = derived.config
@@ -182,7 +183,7 @@ def read_data(config: Config) -> tuple[Inputs, list[Example]]:
     derived = derive_from_machine(config)
     plan = RunPlan.of(derived.config)
     check_settings(derived.config, plan)
-    splits = load_splits(derived.config.data, preference_of if plan.learns_from == "preferences" else None)
+    splits = load_splits(derived.config.data, _parser(plan))
     tokenizer, hf_config = _open_text(derived)
     examples = [with_chat(example, derived.config.data) for example in (*splits.demonstrations, *splits.train)]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
@@ -380,6 +381,13 @@ def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
             )
 
 
+def _parser(plan: RunPlan) -> Parse | None:
+    """Returns what makes examples of rows, if these are not demonstrations."""
+    if plan.learns_from != "preferences":
+        return None
+    return judged_of if is_unpaired(planned_algorithm(plan)) else preference_of
+
+
 def _encoded(
     derived: Derived,
     plan: RunPlan,
@@ -416,7 +424,10 @@ def _encoded(
     demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 3, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
         encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))
-        pairs = [_valid(config, encode_pairs, part) for part in (train, held[: config.preference.max_val_samples])]
+        parts = [train, held[: config.preference.max_val_samples]]
+        if is_unpaired(derived.algorithm):
+            parts = [with_other_answers(part, config.data.seed) for part in parts]
+        pairs = [_valid(config, encode_pairs, part) for part in parts]
     elif _learns_responses(config, plan):
         turns = config.data.assistant_turns
         encode = partial(encode_demonstrations, tokenizer=tokenizer, assistant_turns=turns, processor=processor)

@@ -59,6 +59,32 @@ def plain_losses(train_rows: list[tuple[list[int], list[int]]]) -> tuple[list[fl
     return losses, logits.detach()
 
 
+@pytest.mark.slow
+def test_kto_learns_single_answers_as_plain_torch(tmp_path: Path) -> None:
+    """Ethayarajh et al. 2024, equations 7 and 8, with the KL of TRL."""
+    path = tmp_path / "judged.jsonl"
+    rows = [{"prompt": f"{number}=", "response": str(number) * 3, "label": number % 3 == 0} for number in range(10)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"task": None, "path": str(path), "shuffle": False, "val_fraction": 0}
+    config = preference_config(tmp_path, "kto", algorithm="dagrl.examples.kto:Kto", data=data)
+    train(config)
+    answers = encoded(config)
+    labels = torch.tensor([row["label"] for row in rows])
+    logits = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float32).requires_grad_()
+    reference, losses = logits.detach().log_softmax(0), []
+    for step in range(STEPS):
+        places = [(step * PAIRS + place) % len(answers) for place in range(PAIRS)]
+        table = logits.log_softmax(0) - reference
+        own, others = (torch.stack([table[answers[place][side]].sum() for place in places]) for side in (0, 1))
+        kl = others.detach().mean().clamp(min=0)
+        loss = (1 - torch.sigmoid(BETA * torch.where(labels[places], own - kl, kl - own))).mean()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits = (logits.detach() - RATE * gradient).requires_grad_()
+        losses.append(float(loss.detach()))
+    assert [step["loss"] for step in steps_of(config)] == pytest.approx(losses, abs=1e-6)
+    assert losses[0] == 0.5 and losses[-1] < 0.49
+
+
 def encoded(config: Config) -> list[tuple[list[int], list[int]]]:
     """Returns the tokens of the answers of the training pairs, as numbers of the unigram model."""
     from dagrl.run.preflight import preflight

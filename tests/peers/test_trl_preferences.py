@@ -1,4 +1,4 @@
-"""TRL's own DPO and reward losses are ours, in value and gradient by the answers' log-probabilities or scores.
+"""TRL's own DPO, KTO and reward losses are ours, in value and gradient by the answers' log-probabilities or scores.
 
 TRL computes its losses in methods of its trainers. Here they run on trainers that were not built, with given outputs.
 """
@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl import DPOTrainer, RewardTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
 from dagrl.config import Config
+from dagrl.examples.kto import Kto
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses
 
@@ -121,6 +122,39 @@ def test_dpo_is_trl_s(name: str) -> None:
     torch.testing.assert_close(weights, gradient * MASK, atol=1e-6, rtol=0)
     for own, theirs in {"accuracy": "accuracies", "margin": "margins", "chosen_reward": "chosen"}.items():
         assert found.metrics[f"preference/{own}"] == pytest.approx(metrics[f"rewards/{theirs}"], abs=1e-6)
+
+
+def test_the_kto_example_is_trl_s() -> None:
+    """Rows of TRL are answers; those that estimate its KL are given apart."""
+    logprobs, reference = random_logprobs(1).requires_grad_(), random_logprobs(2)
+    labels, completion = torch.tensor([True, False, False, True]), torch.nn.functional.pad(MASK.long(), (1, 0))
+    settings = {"undesirable_weight": 1.5, "desirable_weight": 1.0, "calculate_KL": True, "loss_type": "kto", "beta": BETA}
+    made = trainer(
+        KTOTrainer, **settings, model=SimpleNamespace(training=True), aux_loss_enabled=False, precompute_ref_logps=True
+    )
+    inputs = {"label": labels}
+    for prefix, rows in (("", slice(PAIRS)), ("KL_", slice(PAIRS, None))):
+        inputs[f"{prefix}input_ids"] = torch.zeros_like(completion[rows])
+        inputs[f"{prefix}attention_mask"] = torch.ones_like(completion[rows])
+        inputs[f"{prefix}completion_mask"] = completion[rows]
+        inputs[f"ref_{prefix}logps"] = reference[rows].sum(1)
+    outputs = iter([logprobs[PAIRS:], logprobs[:PAIRS]])  # in the order of TRL's passes
+    loss = made._compute_loss(lambda **_: Outputs.of(next(outputs)), inputs, False)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    config = Config.model_validate(
+        {
+            "name": "t",
+            "algorithm": "dagrl.examples.kto:Kto",
+            "loss_fn": {"args": {"undesirable_weight": 1.5}},
+            **{"policy": {}, "data": {}, "preference": {"beta": BETA}},
+        }
+    )
+    back = np.argsort(ORDER)
+    sums, fixed = (values.detach().sum(1).double().numpy()[back] for values in (logprobs, reference))
+    found = pair_losses(Kto(config), sums, LENGTHS, fixed, labels.double().numpy())
+    assert found.metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    weights = torch.tensor(found.weights[ORDER], dtype=torch.float32)[:, None] * MASK
+    torch.testing.assert_close(weights, gradient * MASK, atol=1e-6, rtol=0)
 
 
 def test_label_smoothing_is_trl_s_robust_loss_before_its_correction() -> None:

@@ -15,8 +15,8 @@ from dagrl.config import Json
 from dagrl.config.roles import TRAIN
 from dagrl.config.settings import algorithm_name, rows_together
 from dagrl.data import open_sampler
-from dagrl.data.tokenization import Preference, collate_pairs
-from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
+from dagrl.data.tokenization import Preference, collate_pairs, labels_of
+from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, Sums, pair_losses, sum_phases
 from dagrl.run.loops.optimizer_step import ShardRows, replay_batch
 from dagrl.run.replays import Replays
 from dagrl.run.session import Session, Stage
@@ -45,8 +45,9 @@ def train_preferences(session: Session) -> None:
         session.replays.close_step(tokens=0)  # not part of the first step
     while session.step < stage.last:
         step = session.step + 1
-        batch = collate_pairs([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
-        metrics = comparison.learn(batch, step)
+        pairs = [train[index] for index in sampler.take(config.policy.train_global_batch_size)]
+        batch = collate_pairs(pairs)
+        metrics = comparison.learn(batch, labels_of(pairs), step)
         if validation and stage.validates(step):
             metrics |= evaluate(session, comparison, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
@@ -60,20 +61,20 @@ class Comparison:
     algorithm: PreferenceAlgorithm
     replays: Replays
 
-    def learn(self, batch: Batch, step: int) -> dict[str, float]:
+    def learn(self, batch: Batch, labels: Sums | None, step: int) -> dict[str, float]:
         """Takes one optimizer step on the pairs of `batch` (see `collate_pairs`). Returns its metrics."""
-        losses = self.losses(batch)
+        losses = self.losses(batch, labels)
         weights = (losses.weights * batch.rows).astype(np.float32)  # the step averages over rows
         weighted, rows = batch.with_fields(answer_weights=weights), self._rows(batch)
         metrics = replay_batch(self.replays, "preference_step", weighted, step=step, shard_rows=rows)
         return {**metrics.flat(), **losses.metrics}
 
-    def losses(self, batch: Batch) -> PairLosses:
+    def losses(self, batch: Batch, labels: Sums | None) -> PairLosses:
         """Returns the loss of the pairs of `batch` under the current weights."""
         rows = self._rows(batch)
         sums = [self.replays.replay(name, batch, rows)["sums"] for name in sum_phases(self.algorithm)]
         tokens = batch["loss_mask"].sum(axis=1).astype(np.int64)
-        return pair_losses(self.algorithm, sums[0], tokens, sums[1] if len(sums) > 1 else None)
+        return pair_losses(self.algorithm, sums[0], tokens, sums[1] if len(sums) > 1 else None, labels)
 
     def _rows(self, batch: Batch) -> ShardRows:
         """Returns the rows of each shard."""
@@ -95,6 +96,6 @@ def evaluate(
         if session.stop.requested:
             return given_up(session.stop, may_stop)
         pairs = validation[start : start + size]
-        for name, value in comparison.losses(collate_pairs(pairs)).metrics.items():
+        for name, value in comparison.losses(collate_pairs(pairs), labels_of(pairs)).metrics.items():
             totals[name] = totals.get(name, 0.0) + value * len(pairs) / len(validation)
     return {VALIDATION + name: value for name, value in totals.items()}

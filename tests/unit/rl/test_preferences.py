@@ -15,8 +15,8 @@ from torch.nn.functional import logsigmoid
 
 from dagrl.config import Config, DataConfig
 from dagrl.data import load_splits, open_sampler
-from dagrl.data.examples import preference_of, with_chat
-from dagrl.data.tokenization import Preference, collate_pairs, encode_preferences
+from dagrl.data.examples import Example, judged_of, preference_of, with_chat, with_other_answers
+from dagrl.data.tokenization import Preference, collate_pairs, encode_preferences, labels_of
 from dagrl.errors import ConfigError, DataError
 from dagrl.examples.kto import Kto
 from dagrl.rl.algorithm import algorithm_of
@@ -241,14 +241,50 @@ def test_rows_that_are_not_pairs_are_rejected(row: dict[str, Any], says: str, tm
 
 
 def test_the_kto_example_is_the_formula_of_trl() -> None:
-    """`kto_pair` of TRL's DPOTrainer (v0.8): each half estimates the KL for the other one."""
-    draw = torch.Generator().manual_seed(0)
-    chosen, rejected, before, worse = (-3 * torch.rand(PAIRS, generator=draw, dtype=torch.float64) for _ in range(4))
+    """trl/trainer/kto_trainer.py, `_compute_loss`: answers of other rows estimate the KL."""
+    draw = torch.Generator().manual_seed(2)
+    rows, before = (-3 * torch.rand(2 * PAIRS, generator=draw, dtype=torch.float64) for _ in range(2))
+    labels = torch.tensor([1, 0, 0, 1, 1], dtype=torch.bool)
     kept = config_of(Kto, beta=BETA).with_keys({"loss_fn.args": {"undesirable_weight": 1.5}})
-    ones = torch.ones(PAIRS, dtype=torch.float64)
-    loss, _ = Kto(kept).pair_loss(Pairs(chosen, rejected, ones, ones, before, worse))
-    good, bad = chosen - before, rejected - worse
-    chosen_kl, rejected_kl = good.mean().clamp(min=0), bad.mean().clamp(min=0)
-    expected = 1 - torch.sigmoid(BETA * (good - rejected_kl)) + 1.5 * (1 - torch.sigmoid(BETA * (chosen_kl - bad)))
-    torch.testing.assert_close(loss, expected)
+    rows.requires_grad_()
+    gained, others = (rows - before).view(-1, 2).T
+    kl = others.mean().detach().clamp(min=0)
+    assert kl > 0.1
+    good, bad = 1 - torch.sigmoid(BETA * (gained[labels] - kl)), 1 - torch.sigmoid(BETA * (kl - gained[~labels]))
+    expected = torch.cat([good, 1.5 * bad]).mean()
+    (gradient,) = torch.autograd.grad(expected, rows)
+    sums = rows.detach().numpy()
+    actual = pair_losses(Kto(kept), sums, np.full(2 * PAIRS, 3), before.numpy(), labels.double().numpy())
+    assert actual.metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-12)
+    np.testing.assert_allclose(actual.weights, gradient.numpy(), atol=1e-12)
     try_algorithm(kept)
+
+
+def judged(path: Path, *rows: dict[str, Any]) -> list[Example]:
+    path.write_text("".join(json.dumps({"prompt": "a", **row}) + "\n" for row in rows))
+    config = DataConfig(path=str(path), val_fraction=0, response_key="completion", apply_chat_template=True)
+    return [with_chat(row, config) for row in load_splits(config, judged_of).train]
+
+
+def test_each_single_answer_is_beside_one_of_another_row(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "completion": [GOOD | {"content": text * 2}], "label": text in "ac"} for text in "abcd"]
+    pairs = encode_preferences(with_other_answers(judged(tmp_path / "rows.jsonl", *rows), 0), TOKENIZER)
+    assert labels_of(pairs).tolist() == [1, 0, 1, 0]  # type: ignore[union-attr]
+    texts = [[TOKENIZER.decode(side.tokens) for side in (pair.chosen, pair.rejected)] for pair in pairs]
+    end = TOKENIZER.eos_token
+    assert [own for own, _ in texts] == [f"[user]{text}[assistant]{text * 2}{end}" for text in "abcd"]
+    others = [other.removeprefix(f"[user]{text}[assistant]")[0] for text, (_, other) in zip("abcd", texts, strict=True)]
+    assert sorted(others) == [*"abcd"] and all(own != other for own, other in zip("abcd", others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"completion": "b"}, "line 2: 'label' is None; expected: true or false. Set data.label_key"),
+        ({"completion": "b", "label": "good"}, "line 2: 'label' is 'good'; expected: true or false"),
+        ({"label": True}, "line 2: no key 'completion'"),
+    ],
+)
+def test_rows_that_are_not_judged_are_rejected(row: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        judged(tmp_path / "rows.jsonl", {"completion": "b", "label": False}, row)
