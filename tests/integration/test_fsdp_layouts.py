@@ -82,6 +82,8 @@ SLOW = {
     "qwen3",
     "qwen3-dp2-packed",
     "qwen3-tp2",
+    "qwen3-dp2tp2-packed",
+    "qwen3_tied-tp2-packed",
     "qwen3-dp2-full",
     "qwen3-dp2-selective",
     "gemma3-dp2",
@@ -97,6 +99,7 @@ SLOW = {
     "qwen3-cp2",
     "qwen3-dp2cp2-full-packed",
     "gemma3-cp2-eager-packed",
+    "gemma3-dp2cp2replicas2-packed",
     "gpt_oss-cp2",
     "qwen3_moe-dp2cp2ep4-packed",
 }

@@ -1,4 +1,4 @@
-"""A dozen architectures of the table of FSDP training: the same steps as plain torch, in the processes of other tests.
+"""Architectures of the table of FSDP training: the same steps as plain torch, in the processes of other tests.
 
 `python -m dagrl.bench.train_architectures` has all of them, and vLLM's samples after refits.
 """
@@ -18,19 +18,14 @@ from tests.integration.test_megatron_layouts import train
 
 PADDED: dict[str, Any] = {}
 CASES = [
-    ("ApertusForCausalLM", "tp2", PACKED),  # an activation with weights
     ("Cohere2ForCausalLM", "dp2", PACKED),  # scaled logits
-    ("DbrxForCausalLM", "tp2", PACKED),  # sizes under other names
     ("DeepseekV3ForCausalLM", "tp2", PACKED),  # latent attention
-    ("Exaone4ForCausalLM", "dp2", PACKED),
-    ("FalconH1ForCausalLM", "dp2", PADDED),  # Mamba next to attention, an infinite number in config.json
     ("Gemma2ForCausalLM", "dp2", PACKED),  # capped logits
     ("Gemma4ForCausalLM", "cp2", PACKED),  # heads of two sizes
     ("GPT2LMHeadModel", "dp2", PACKED),
     ("GraniteSWAForCausalLM", "tp2", PACKED),  # attention sinks
     ("HrmTextForCausalLM", "dp2", PACKED),  # layers that run many times, parameters that files have joined
     ("OlmoHybridForCausalLM", "dp2", PADDED),  # linear attention
-    ("StableLmForCausalLM", "dp2", PACKED),
 ]
 
 

@@ -103,11 +103,12 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert "dagrl/examples/data/arithmetic.jsonl" in names and "dagrl/py.typed" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "base", "keys"),
     [
         ("workers.unigram", "UnigramTrainer", ("policy.generation.worker=workers.unigram:UnigramGenerator",)),
-        pytest.param("dagrl.workers.megatron", "MegatronWorker", (), marks=pytest.mark.slow),  # test_main_job.py
+        ("dagrl.workers.megatron", "MegatronWorker", ()),
     ],
     ids=["own workers", "Megatron and vLLM"],
 )
