@@ -121,6 +121,11 @@ class Chat:
         return frozenset({*self.end.tokens, self.tokenizer.eos_token_id} - {None})
 
     @cached_property
+    def endings(self) -> list[str]:
+        """The texts that end a turn: the template's, and those of its tokens."""
+        return [text for text in (self.end.text, *(self.encoder.decode([token]) for token in self.end.tokens)) if text]
+
+    @cached_property
     def _openings_of_results(self) -> frozenset[int]:
         """The ends of turns with calls that open a result (Gemma 4): they precede each result, or one without a call."""
         result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
@@ -156,13 +161,16 @@ class Chat:
         content, found, rest = text.rpartition(end)
         return content if found and not rest.strip() else text
 
-    def content_start(self, before: Messages, rendered: str, tools: Sequence[Json] = (), **variables: Any) -> int:
+    def content_start(
+        self, before: Messages, rendered: str, tools: Sequence[Json] = (), after: Messages = (), **variables: Any
+    ) -> int:
         """Returns where the text of the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt.
 
         Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
         """
         turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
-        start = shared(rendered, *(self.render([*before, turn], tools, opened=False, **variables) for turn in turns))
+        texts = (self.render([*before, turn, *after], tools, opened=False, **variables) for turn in turns)
+        start = shared(rendered, *texts)
         return len(rendered[:start].rstrip(" "))  # the tokens of words may begin with it
 
     def reply_text(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:
@@ -235,8 +243,7 @@ class Chat:
         start = len(ANSWER.join([*whole.split(ANSWER)[:answers], ""])) if answers else 0
         after = start + len(ended)
         if whole.startswith(ended, start):
-            texts = self.end.text, *(self.encoder.decode([token]) for token in self.end.tokens)
-            text = next((text for text in texts if text and ended.endswith(text)), "")
+            text = next((text for text in self.endings if ended.endswith(text)), "")
             end = after - len(text)
             return whole, end, end if self._openings_of_results.intersection(self.encoder.ids(text)) else after
         # A turn in the middle ends otherwise: with as many tokens, or with fewer before those that open the next turn.

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -415,8 +416,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
                 sampled[-1] = (sampled[-1][0], turn.end)
         else:
             following = next((part for part in parts if part[0] >= place), None)
-            own = chat.marked(messages[:count], example.tools, **example.variables)[1]
-            sampled = [] if following is None else [_rewritten(turn, own, whole, *following, chat.end.text)]
+            sampled = [] if following is None else [_rewritten(chat, example, count, turn, whole, *following)]
         place = sampled[-1][1] if sampled else place
         if message.learned:
             learned += sampled
@@ -429,22 +429,27 @@ def _marked(example: Example, chat: Chat) -> _Whole:
     return _Whole(example, whole, learned, _calls(example.messages[-1]), differences)
 
 
-def _rewritten(
-    turn: _Turn, own: Sequence[tuple[int, int]], whole: str, start: int, end: int, ending: str
-) -> tuple[int, int]:
+def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str, start: int, end: int) -> tuple[int, int]:
     """Returns what generation samples of a marked part of `whole` that is a turn as the template writes it before others.
 
-    `own` are the marks in the turn's own text.
+    `turn` ends with message `count`.
     """
+    messages = _turns(example.messages)
+    own = chat.marked(messages[:count], example.tools, **example.variables)[1]
     inside = [part for part in own if part[0] < turn.end and part[1] > turn.start] or [(turn.start, turn.end)]
     before, after = turn.text[inside[0][0] : turn.start], turn.text[turn.end : inside[-1][1]]
-    content = turn.text[max(turn.start, inside[0][0]) : turn.end].removesuffix(ending)
-    start += len(before) if whole.startswith(before, start) else 0
+    content = turn.text[max(turn.start, inside[0][0]) : turn.end].removesuffix(chat.end.text)
+    if whole.startswith(before, start):
+        start += len(before)
+    else:  # opened otherwise than the prompt
+        with suppress(Exception):  # a template that takes no text in place of calls
+            found = chat.content_start(messages[: count - 1], whole, example.tools, messages[count:], **example.variables)
+            start = max(start, min(found, end))
     if whole.startswith(content, start):
         end = start + len(content)
     elif whole.endswith(after, start, end):
         end -= len(after)
-    return start, end + len(ending) if whole.startswith(ending, end) else end
+    return start, end + max((len(ending) for ending in chat.endings if whole.startswith(ending, end)), default=0)
 
 
 def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
@@ -483,7 +488,7 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     if prompt and alike:
         start = len(prompt)
     else:
-        start = chat.content_start(before, text[:end], example.tools, **example.variables)
+        start = chat.content_start(before, text[:end], example.tools, (), **example.variables)
     differences = set() if alike or prompt is None else {"opened"}
     if not all(_has(text, part) for part in (message.content, *(message.more.get(key) for key in THOUGHTS))):
         differences.add("left out")

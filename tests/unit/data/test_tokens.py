@@ -386,20 +386,22 @@ def test_marks_teach_no_more_than_what_is_sampled(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "learned"),
+    ("name", "opening", "learned"),
     [
-        ("Qwen3", ["the hello<|im_end|>", "<think>\n\n</think>\n\nand<|im_end|>"]),
+        # an earlier turn has no thought, which prompts open
+        ("Qwen3", "<think>\n", ["the hello<|im_end|>", "</think>\n\nand<|im_end|>"]),
+        ("Qwen3", "", ["the hello<|im_end|>", "<think>\n\n</think>\n\nand<|im_end|>"]),
         # <|end|> is no stop: generation samples <|return|>, which the template writes after the last turn only
-        ("gpt-oss", ["<|channel|>final<|message|>the hello", "<|channel|>final<|message|>and<|return|>"]),
+        ("gpt-oss", "", ["<|channel|>final<|message|>the hello", "<|channel|>final<|message|>and<|return|>"]),
     ],
 )
-def test_marks_around_turns_that_the_template_rewrites(name: str, learned: list[str]) -> None:
+def test_marks_around_turns_that_the_template_rewrites(name: str, opening: str, learned: list[str]) -> None:
     kind = next(kind for kind in KINDS if kind.name == name)
     tokenizer = copy.copy(tokenizer_of(kind))
     before, loop, rest = kind.template.rpartition("{% for m in messages %}")
     body, end, prompt = rest.partition("{% endfor %}{% if add_generation_prompt %}")
     marked = f"{{% if m.role == 'assistant' %}}{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}"
-    tokenizer.chat_template = before + loop + marked + end + prompt
+    tokenizer.chat_template = before + loop + marked + end + prompt.replace("assistant\n", f"assistant\n{opening}")
     (row,) = encode_demonstrations([example_of(messages_of(["hello", "the hello", "a", "and"]))], tokenizer)
     assert [tokenizer.decode(part) for part in parts(row)] == learned
 
