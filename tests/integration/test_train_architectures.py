@@ -23,7 +23,6 @@ CASES = [
     ("Gemma2ForCausalLM", "dp2", PACKED),  # capped logits
     ("Gemma4ForCausalLM", "cp2", PACKED),  # heads of two sizes
     ("GPT2LMHeadModel", "dp2", PACKED),
-    ("GraniteSWAForCausalLM", "tp2", PACKED),  # attention sinks
     ("HrmTextForCausalLM", "dp2", PACKED),  # layers that run many times, parameters that files have joined
     ("OlmoHybridForCausalLM", "dp2", PADDED),  # linear attention
 ]
