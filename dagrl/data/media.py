@@ -244,7 +244,7 @@ class MediaStore:
 
     def add(self, media: Iterable[Medium]) -> None:
         """Adds media that are not there yet."""
-        self._directory.mkdir(exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         for medium in media:
             path = self._path(medium.id)
             if isinstance(medium.data, bytes):

@@ -20,6 +20,7 @@ from typing import Any
 
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
+from dagrl.data.media import MediaStore
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.benchmarks import rewards_of_sets
@@ -32,11 +33,12 @@ from dagrl.rl.rollout.scoring import ScoredGroup, check_groups, reward_texts, re
 from dagrl.rl.rollout.turns import Turns, open_turns
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.fleet import single_group
-from dagrl.run.plans import generate_plan
+from dagrl.run.plans import generate_plan, with_media
 from dagrl.run.preflight import Inputs, preflight
 from dagrl.run.replays import Replays
 from dagrl.run.start import add_phases, load_phases, prepared_config, scheduler_options
 from dagrl.runtime.schedule import Scheduler
+from dagrl.telemetry.record import RunPaths
 from dagrl.telemetry.timing import PhaseClock
 
 logger = logging.getLogger(__name__)
@@ -105,16 +107,20 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
         config = prepared_config(inputs.config, inputs, directory / "init_model").with_keys({"policy.router_replay": False})
+        if inputs.media:
+            config = config.with_keys({"output_dir": str(directory)})
+            MediaStore(RunPaths.of(config).media, config.data.images).add(inputs.media)
         reward = stack.enter_context(RewardRunner(marks))
         turns = stack.enter_context(open_turns(config, inputs.tokenizer))
         group = stack.enter_context(single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
-        plan = generate_plan(config)
+        (plan,) = with_media([generate_plan(config)]) if inputs.media else [generate_plan(config)]
         replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), RunPlan.of(config).devices)
         add_phases(scheduler, replays.phases, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()
-        rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, turns)
+        engines = WorkerEngines(group, replays, config.timeouts.replay)
+        rollouts = Rollouts(config, engines, inputs.tokenizer, turns, media=bool(inputs.media))
         return _report(_complete(config, inputs, prompts, wanted, rollouts, turns, reward), wanted)
 
 

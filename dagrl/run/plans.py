@@ -32,6 +32,9 @@ KEEP = "keep_columns"
 STEP: Mapping[str, Scalar] = {"step": 0}
 """Scalars of the phases that compute or use log-probabilities."""
 
+WITH_MEDIA = ("demonstration_step", "evaluate", "generate", "logprobs", "reference_logprobs", "train_step")
+"""Phases that take the media of their rows' tokens, in runs with images."""
+
 OVERHEAD_BYTES = 1 << 16
 """Added to the room for results, for what is not an array."""
 
@@ -106,9 +109,9 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
 
 
 def with_media(plans: Sequence[PhasePlan]) -> list[PhasePlan]:
-    """Adds the media that tokens stand for to the phases that learn from demonstrations."""
-    users, fields = ("demonstration_step", "evaluate"), {MEDIA: Field("int64")}
-    return [replace(plan, fields={**plan.fields, **fields}) if plan.name in users else plan for plan in plans]
+    """Adds the media that tokens stand for to the phases whose rows have some."""
+    fields = {MEDIA: Field("int64")}
+    return [replace(plan, fields={**plan.fields, **fields}) if plan.name in WITH_MEDIA else plan for plan in plans]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -120,8 +120,14 @@ class Inputs:
 
     @cached_property
     def media(self) -> list[Medium]:
-        """The media of all demonstrations, each once."""
-        rows = chain(self.demonstrations, self.validation_demonstrations)
+        """The media of all demonstrations and prompts, each once."""
+        rows: Iterable[Demonstration | Prompt] = chain(
+            self.demonstrations,
+            self.validation_demonstrations,
+            self.prompts,
+            self.validation_prompts,
+            self.evaluation_prompts,
+        )
         media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
         return list(media.values())
 
@@ -438,7 +444,8 @@ def _encoded(
         if schemas:
             parts = [[with_tools(example, schemas) for example in part] for part in parts]
             _check_tools(chat_of(tokenizer), schemas)
-        prompts = [_valid(config, partial(encode_prompts, tokenizer=tokenizer), part) for part in parts]
+        encode_all = partial(encode_prompts, tokenizer=tokenizer, processor=processor)
+        prompts = [_valid(config, encode_all, part) for part in parts]
     if plan.generates:
         _check_ends(demonstrations[0], generation_config(derived.config).stop_token_ids, tokenizer)
     derive_from_data(derived, chain(*demonstrations, *pairs), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
@@ -469,8 +476,11 @@ def check_media(config: Config, plan: RunPlan) -> None:
     """Raises ConfigError for a run that does not train on images."""
     policy = config.policy
     layout = policy.train_layout
+    environment = config.environment
     settings = {
-        "they are learned by SFT alone; set algorithm=sft": plan.generates or plan.learns_from != "demonstrations",
+        "preferences are of texts alone": plan.learns_from == "preferences",
+        "environments and agents converse in text alone": environment.enabled or environment.agent is not None,
+        "models besides the policy and its reference read texts alone": bool(plan.model_roles),
         "Megatron workers take text alone; set policy.backend=fsdp": policy.backend != "fsdp",
         "adapters are for text alone; set policy.peft.enabled=false": policy.peft.enabled,
         "their model is not split; set tensor_parallel_size, context_parallel_size and expert_parallel_size of "

@@ -25,13 +25,16 @@ NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
 """A row without tokens."""
 
 
-def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int) -> Batch:
-    """Returns the rows of all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`."""
+def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int, *, media: bool = False) -> Batch:
+    """Returns the rows of all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`.
+
+    With `media`, also that field (`dagrl.data.media`).
+    """
     samples, config = samples_in(groups), algorithm.config
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
-    batch = train_batch(samples, advantages(algorithm, groups, step), valid, rows_per_sample(config))
+    batch = train_batch(samples, advantages(algorithm, groups, step), valid, rows_per_sample(config), media=media)
     chosen = config.advantage
     if chosen.name == BATCH and chosen.whiten_over == "tokens" and not algorithm.critic:
         over_tokens = whitened(batch["advantages"], batch["loss_mask"])
@@ -80,6 +83,8 @@ def train_batch(
     advantage: npt.NDArray[np.float32],
     valid: npt.NDArray[np.bool_] | None = None,
     rows_per_sample: int = 1,
+    *,
+    media: bool = False,
 ) -> Batch:
     """Returns samples as token-aligned rows. Only tokens that the policy made have a loss mask and an advantage.
 
@@ -87,7 +92,7 @@ def train_batch(
     has empty rows too.
     """
     episodes = [row for sample in samples for row in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
-    rows = token_rows(episodes)
+    rows = token_rows(episodes, media=media)
     mask, generation_logprobs = (np.zeros(rows["tokens"].shape, np.float32) for _ in range(2))
     for row, episode in enumerate(episodes):
         if valid is None or valid[row // rows_per_sample]:

@@ -93,9 +93,12 @@ class Stop(Protocol):
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run, and the tokenizer that encoded them. `evaluation` has those of `evaluation.sets`."""
+    """The prompts of a run, and the tokenizer that encoded them. `evaluation` has those of `evaluation.sets`. With `media`,
+    some have images.
+    """
 
     train: Sequence[Prompt]
     validation: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerFast
     evaluation: Sequence[Prompt] = ()
+    media: bool = False

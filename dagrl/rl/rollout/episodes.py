@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.chat import chat_of
+from dagrl.data.media import MEDIA
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
@@ -224,11 +225,21 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
     return lengths
 
 
-def token_rows(episodes: Sequence[Episode]) -> Batch:
-    """Returns sequences as rows: `tokens` [sequences, longest], prompt and completion so far, and `lengths`."""
+def token_rows(episodes: Sequence[Episode], *, media: bool = False) -> Batch:
+    """Returns sequences as rows: `tokens` [sequences, longest], prompt and completion so far, and `lengths`.
+
+    With `media`, also that field (`dagrl.data.media`).
+    """
     lengths = [len(episode) for episode in episodes]
     tokens = np.zeros((len(episodes), max(lengths, default=1)), np.int64)
     for row, episode, end in zip(tokens, episodes, lengths, strict=True):  # a mask of all rows would take four times as long
         start = len(episode.prompt.tokens)
         row[:start], row[start:end] = episode.prompt.tokens, episode.tokens
-    return Batch({"tokens": tokens, "lengths": np.array(lengths, np.int64)})
+    batch = Batch({"tokens": tokens, "lengths": np.array(lengths, np.int64)})
+    if not media:
+        return batch
+    ids = np.zeros_like(tokens)
+    for row, episode in zip(ids, episodes, strict=True):
+        if episode.prompt.media is not None:
+            row[: len(episode.prompt.tokens)] = episode.prompt.media.tokens
+    return batch.with_fields(**{MEDIA: ids})

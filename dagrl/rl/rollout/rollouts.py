@@ -51,9 +51,12 @@ class Rollouts:
         engines: GenerationEngines,
         tokenizer: PreTrainedTokenizerFast,
         turns: Turns,
+        *,
+        media: bool = False,
     ) -> None:
+        """With `media`, sequences may have images."""
         generation = generation_config(config)
-        self._engines, self._tokenizer, self._turns = engines, tokenizer, turns
+        self._engines, self._tokenizer, self._turns, self._media = engines, tokenizer, turns, media
         self._stops = generation.stop_strings
         self._room = bucket_widths(config.policy)[-1]
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
@@ -294,7 +297,7 @@ class Rollouts:
         """Returns one row per request: the prompt and the completion so far."""
         episodes = [self._requests[request][1] for request in requests]
         limits = [min(episode.turn_left, self._room - len(episode)) for episode in episodes]
-        return token_rows(episodes).with_fields(
+        return token_rows(episodes, media=self._media).with_fields(
             request_ids=np.array(requests, np.int64),
             seeds=np.array([turn_seed(episode) for episode in episodes], np.int64),
             max_new_tokens=np.array(limits, np.int64),

@@ -125,7 +125,13 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
         RewardRunner(rewards_of_sets(config.evaluation, config.reward.num_workers)) if sets else nullcontext() as marks,
         Experience(
             config,
-            PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer, inputs.evaluation_prompts),
+            PromptData(
+                inputs.prompts,
+                inputs.validation_prompts,
+                inputs.tokenizer,
+                inputs.evaluation_prompts,
+                bool(inputs.media),
+            ),
             WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement),
             reward,
             turns,

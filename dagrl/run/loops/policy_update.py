@@ -61,6 +61,7 @@ def open_trainer(session: Session) -> Iterator[PolicyTrainer]:
             stop=session.stop,
             log=session.recorder.rollouts,
             thread=thread,
+            media=bool(session.inputs.media),
         )
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
@@ -77,6 +78,7 @@ class PolicyTrainer:
     stop: StopSignal
     log: RolloutLog | None
     thread: Executor
+    media: bool
 
     def start(self) -> None:
         """Prepares the train workers for the first step of all: the current weights are the reference policy."""
@@ -91,7 +93,7 @@ class PolicyTrainer:
 
     def begin(self, groups: Sequence[ScoredGroup], step: int) -> PolicyUpdate:
         """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`."""
-        batch = scored_batch(planned_algorithm(self.plan), groups, step)
+        batch = scored_batch(planned_algorithm(self.plan), groups, step, media=self.media)
         splits = split_minibatches(self.config, batch)
         critic = None
         if self.plan.critic and not self.replays.takes_turns(CRITIC):

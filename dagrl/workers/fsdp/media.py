@@ -7,8 +7,9 @@ tensors of all of them at once, as for one conversation. Imported only where tor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class MediaInputs:
         self._processor, self._open_image = processor, open_image
         self._known = {*inspect.signature(base.forward).parameters} - {"input_ids", "attention_mask", "position_ids"}
         self.masks = "token_type_ids" in self._known  # tokens of an image see each other
+        self._placeholders = sorted(processor.image_token_ids)
         self._ropes = hasattr(base, "get_rope_index")  # positions of images in several dimensions
 
     def arguments(self, tokens: Tensor, positions: Tensor, media: Tensor) -> dict[str, Any]:
@@ -67,6 +69,26 @@ class MediaInputs:
         if self._ropes:
             arguments["position_ids"] = self._rope_positions(tokens, positions, media, arguments)
         return arguments
+
+    @contextmanager
+    def input_ids(self, tokens: Tensor, media: Tensor) -> Iterator[Tensor]:
+        """Context for a forward pass on the ids that it returns.
+
+        Placeholders in a text, which a policy may sample, get another id there: models look for images by tokens alone. They
+        keep their own embedding.
+        """
+        texts = torch.isin(tokens, torch.tensor(self._placeholders, device=tokens.device)) & (media == 0)
+        other = next(token for token in count() if token not in self._placeholders)
+
+        def embeds_as_given(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return torch.where(texts, tokens, arguments[0]), *arguments[1:]
+
+        embedding: nn.Module = self._base.get_input_embeddings()
+        hook = embedding.register_forward_pre_hook(embeds_as_given)
+        try:
+            yield torch.where(texts, other, tokens)
+        finally:
+            hook.remove()
 
     def nothing(self, device: torch.device) -> Tensor:
         """Returns 0, computed from a blank image: without any, a rank takes part in the vision tower's collectives too."""
@@ -94,10 +116,10 @@ class MediaInputs:
         parts, first = [], 0
         for start, end in pairwise(starts):
             ids, own = flat[0][None, start:end], flat[2][None, start:end]
-            count = int((own < 0).sum())
-            images = grids[first : first + count] if count else None
-            found, _ = self._base.get_rope_index(ids, mm_token_type_ids=(own != 0).int(), image_grid_thw=images)
+            images = int((own < 0).sum())
+            own_grids = grids[first : first + images] if images else None
+            found, _ = self._base.get_rope_index(ids, mm_token_type_ids=(own != 0).int(), image_grid_thw=own_grids)
             parts.append(found[:, 0])
-            first += count
+            first += images
         own = torch.cat(parts, dim=1).view(3, *shape).to(positions.device)
         return torch.cat([positions[None], own])

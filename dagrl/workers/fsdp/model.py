@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -94,12 +94,15 @@ class HiddenStates(nn.Module):
         """
         arguments = attention_arguments(self.net.config, segments, row_positions) | {"position_ids": positions}
         nothing = None
+        ids: AbstractContextManager[Tensor] = nullcontext(tokens)
         if self.media is not None and media is not None:
             arguments |= self.media.arguments(tokens, positions, media)
+            ids = self.media.input_ids(tokens, media)
             nothing = None if bool((media != 0).any()) else self.media.nothing(tokens.device)
         split = self.context is not None and row_positions is not None
         with self.context.whole_rows(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
-            output = base_of(self.net)(input_ids=tokens, use_cache=False, **arguments)
+            with ids as input_ids:
+                output = base_of(self.net)(input_ids=input_ids, use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden if nothing is None else hidden + nothing.to(hidden.dtype)
 

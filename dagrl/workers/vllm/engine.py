@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
     from dagrl.workers.vllm.expert_recorder import ExpertRecorder
+    from dagrl.workers.vllm.media import EngineMedia
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Request:
     max_new_tokens: int
     greedy: bool
     options: RequestOptions = AS_CONFIGURED
+    media: Sequence[int] = ()
+    """The medium that each token of the prompt stands for (`dagrl.data.media`), or nothing if the prompt is a text."""
 
 
 def sampling_params(
@@ -153,11 +156,12 @@ class QuantumEngine:
         burst_steps: int = 1,
         recorder: ExpertRecorder | None = None,
         adapter: LoRARequest | None = None,
+        media: EngineMedia | None = None,
     ) -> None:
         """`peers` are the engine's tensor-parallel ranks, if there are several. `burst_steps`: see `Bursts`. `recorder` is
-        attached to its model. All requests run with `adapter`.
+        attached to its model. All requests run with `adapter`. `media` makes inputs of images.
         """
-        self._recorder, self._adapter = recorder, adapter
+        self._recorder, self._adapter, self._media = recorder, adapter, media
         self._engine = engine
         self._bursts = Bursts(engine.engine_core.engine_core, burst_steps) if burst_steps > 1 else None
         self._peers = peers
@@ -288,6 +292,7 @@ class QuantumEngine:
         for name, tokens in lengths.items():
             self._running[name].starts.append((version, tokens))
         self._restart_requests([name for name, tokens in lengths.items() if not tokens])
+        self._forget_images()
         if recompute:
             if self._recorder is not None:
                 self._recorder.forget_prefixes()
@@ -335,7 +340,13 @@ class QuantumEngine:
         """Frees cached prefixes. False while requests hold blocks; the version in the cache key then separates them."""
         if self._recorder is not None:
             self._recorder.forget_prefixes()
+        self._forget_images()
         return bool(self._engine.reset_prefix_cache())
+
+    def _forget_images(self) -> None:
+        """Frees the outputs of the vision tower, which vLLM keeps by the ids of images, whatever the weights."""
+        if self._media is not None:
+            self._engine.reset_encoder_cache()
 
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -354,7 +365,10 @@ class QuantumEngine:
     def _add(self, request: Request) -> None:
         name = str(request.request_id)
         # The version is part of the cache key, so a request never matches a prefix computed by older weights.
-        prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
+        salt = f"version {self._version}"
+        prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": salt}
+        if self._media is not None and any(request.media):
+            prompt = self._media.input(request.prompt, request.media, salt)
         own = str(self._engine.add_request(name, prompt, self._sampling(request), lora_request=self._adapter))
         state: Any = next(reversed(self._engine.output_processor.request_states.values()))
         state.logprobs_processor = SampledLogprobs()

@@ -17,8 +17,11 @@ GPUs; 0.27, 0.29, 0.31 and 0.32 on CPUs. One test fails with 0.27: a float32 log
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError, MissingDependencyError
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
+
+TORCHVISION = "torchvision"
 
 SLEEP_TAGS = ("weights", "kv_cache")
 """Kinds of memory that a sleeping engine has released, and that can be restored one at a time."""
@@ -52,6 +57,35 @@ def only_known(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     return {name: value for name, value in arguments.items() if name in fields}
+
+
+@contextmanager
+def without_torchvision() -> Iterator[None]:
+    """Lets vLLM's models and processors be imported in this block, and be used later, where torchvision is missing.
+
+    No wheel of it on PyPI fits torch's CPU build. vLLM imports classes that scale images with it, but then takes those of
+    Pillow, as training does. It asks processors also for their part for videos, which transformers does not make then: that
+    for images has the same settings, and there are no videos.
+    """
+    from transformers import ProcessorMixin
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        yield
+        return
+    names = [TORCHVISION, *(f"{TORCHVISION}.{name}" for name in ("transforms", "transforms.v2", "transforms.v2.functional"))]
+    modules = {name: ModuleType(name) for name in names}
+    for parent, child in pairwise(names):
+        setattr(modules[parent], child.rpartition(".")[2], modules[child])
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+    parts = ProcessorMixin.get_attributes.__func__
+    ProcessorMixin.get_attributes = classmethod(lambda kind: [part for part in parts(kind) if part != "video_processor"])
+    ProcessorMixin.video_processor = property(lambda processor: processor.image_processor)
 
 
 def require_batch_invariance() -> None:

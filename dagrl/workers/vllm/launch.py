@@ -29,6 +29,7 @@ from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.process_groups import break_groups, reset_group_names
 from dagrl.runtime.store import open_tcp_store, reserve_port
 from dagrl.runtime.worker import WorkerContext
+from dagrl.telemetry.record import RunPaths
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.engine import warmup_params
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_generation
@@ -48,6 +49,9 @@ SCHEME = "dagrl"
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
 
+
+MOST_IMAGES = 999
+"""Images of a request, unless `data.images.max_count` limits them; vLLM's own default."""
 
 MOST_CAPTURED = 512
 """Tokens of the largest step with a CUDA graph, as in vLLM."""
@@ -202,10 +206,11 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
         with gc_paused():
             import vllm.v1.engine.llm_engine
 
-            for architecture in hf_config.get("architectures") or ():
-                entry = vllm.ModelRegistry.models.get(architecture)
-                if entry is not None:
-                    vllm.ModelRegistry.register_model(architecture, entry.load_model_cls())
+            with features.without_torchvision():
+                for architecture in hf_config.get("architectures") or ():
+                    entry = vllm.ModelRegistry.models.get(architecture)
+                    if entry is not None:
+                        vllm.ModelRegistry.register_model(architecture, entry.load_model_cls())
             gc.freeze()
     except ImportError as error:
         raise MissingDependencyError(
@@ -245,12 +250,17 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
+    if takes_images(config):
+        most = config.data.images.max_count or MOST_IMAGES
+        arguments["limit_mm_per_prompt"] = {"image": most, "video": 0, "audio": 0}
+        arguments["mm_processor_cache_gb"] = 0  # `EngineMedia` keeps what it makes
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back. Without
     # chunks vLLM caches no prefixes of models with a recurrent state.
     on_gpu = torch.cuda.is_available()
     defaults: dict[str, Any] = {"enable_prefix_caching": on_gpu or not _has_state(hf_config)}
-    defaults |= {} if on_gpu else {"enable_chunked_prefill": False}
+    # On CPUs memory is not profiled, and vLLM's images for that may need torchvision.
+    defaults |= {} if on_gpu else {"enable_chunked_prefill": False, "skip_mm_profiling": True}
     if context.layout.tp > 1:
         defaults["async_scheduling"] = False  # untested with several ranks on GPUs
     if require_generation(config).drafter:
@@ -307,9 +317,14 @@ def read_hf_config(config: Config) -> dict[str, Any]:
     return dict(AutoConfig.from_pretrained(model_path(config)).to_dict())
 
 
+def takes_images(config: Config) -> bool:
+    """Whether the run has images: the driver has put them in its directory."""
+    return RunPaths.of(config).media.is_dir()
+
+
 def _tokenizer(config: Config) -> str | None:
-    """Returns the tokenizer's directory, or None if no request has stop strings: the engine then needs only token ids."""
-    if not require_generation(config).stop_strings and config.environment.agent is None:
+    """Returns the tokenizer's directory, or None if the engine needs only token ids: without stop strings and images."""
+    if not require_generation(config).stop_strings and config.environment.agent is None and not takes_images(config):
         return None
     return config.policy.tokenizer.name or model_path(config)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.settings import recomputes_kv_cache, sends_adapters
+from dagrl.data.media import MEDIA, MediaStore
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import RankPlan, RefitReceiver, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
@@ -31,6 +32,7 @@ from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, in_warmup
+from dagrl.telemetry.record import RunPaths
 from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.described import describe_ranks
@@ -50,9 +52,11 @@ from dagrl.workers.vllm.launch import (
     make_rendezvous,
     read_hf_config,
     start_engine,
+    takes_images,
 )
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, fill_slot, find_slots, lora_request
+from dagrl.workers.vllm.media import EngineMedia
 from dagrl.workers.vllm.quantization import compute_dtype, quantization_arguments
 
 if TYPE_CHECKING:
@@ -158,7 +162,10 @@ class VllmWorker:
         stops = sorted({*self.generation.stop_token_ids, *ends})
         sampling = partial(sampling_params, self.generation, stops, int(llm.model_config.max_model_len))
         adapter = lora_request() if sends_adapters(self.config) else None
-        self._engine = QuantumEngine(llm, sampling, peers, self._burst_steps(), recorder, adapter)
+        media = None
+        if takes_images(self.config):
+            media = EngineMedia(llm, MediaStore(RunPaths.of(self.config).media, self.config.data.images).open)
+        self._engine = QuantumEngine(llm, sampling, peers, self._burst_steps(), recorder, adapter, media)
         if self._device.type == "cuda":
             import torch
 
@@ -210,10 +217,10 @@ class VllmWorker:
         """Runs one quantum: adds the batch's requests, runs engine steps, returns what finished.
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
-        [n]. Scalars: `engine_steps`, of all shards or of each (optional in a warm-up); 0 drains the engine. `seconds`
-        (optional): a single-rank engine ends the quantum after the step in which they have passed. `stream` (optional):
-        unless it is 0, the new tokens of running requests are returned too. `options` (optional): how some requests are
-        sampled (`dagrl.rl.generation.RequestOptions`).
+        [n], and in runs with images `media` [n, P] (`dagrl.data.media`). Scalars: `engine_steps`, of all shards or of each
+        (optional in a warm-up); 0 drains the engine. `seconds` (optional): a single-rank engine ends the quantum after the
+        step in which they have passed. `stream` (optional): unless it is 0, the new tokens of running requests are returned
+        too. `options` (optional): how some requests are sampled (`dagrl.rl.generation.RequestOptions`).
         """
         if self._torn is not None:
             raise RunError(f"the weights may be torn: {self._torn}. Replay a complete refit before generating")
@@ -403,6 +410,7 @@ def _requests(batch: Batch) -> list[Request]:
             max_new_tokens=int(batch["max_new_tokens"][row]),
             greedy=bool(batch["greedy"][row]),
             options=options.get(int(batch["request_ids"][row]), AS_CONFIGURED),
+            media=batch[MEDIA][row, : int(batch["lengths"][row])].tolist() if MEDIA in batch.fields else (),
         )
         for row in rows
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -59,42 +60,48 @@ def plain_losses(family: Family) -> list[float]:
     return found
 
 
+def config_of(family: Family, rows: Sequence[str], where: Path, keys: dict[str, Any]) -> Config:
+    """Writes a family's model and the conversations of `rows`. Returns the configuration of a run on them."""
+    model_of(family).save_pretrained(where / "model")
+    processor_of(family).save_pretrained(where / "model")
+    (where / "images").mkdir()
+    for number in range(4):
+        (where / "images" / f"{number}.png").write_bytes(png(number))
+    (where / "rows.jsonl").write_text("\n".join(json.dumps({"messages": CONVERSATIONS[name]}) for name in rows))
+    every = {"model_name": str(where / "model"), "backend": "fsdp", "precision": "float32", "max_total_sequence_length": 256}
+    return Config.model_validate(
+        {
+            "name": "run",
+            "output_dir": str(where),
+            "cluster": {"num_cpus": 2, "num_gpus": 0},
+            **keys,
+            "policy": {**every, **keys["policy"]},
+            "data": {"path": str(where / "rows.jsonl"), **keys["data"]},
+        }
+    )
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case == "Qwen3-VL, packed" else []) for case in CASES]
 )
 def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
     family, policy = CASES[case]
-    model_of(family).save_pretrained(tmp_path / "model")
-    processor_of(family).save_pretrained(tmp_path / "model")
-    (tmp_path / "images").mkdir()
-    for number in range(4):
-        (tmp_path / "images" / f"{number}.png").write_bytes(png(number))
-    rows = [{"messages": CONVERSATIONS[name]} for name in BATCH]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = Config.model_validate(
-        {
-            "name": "run",
-            "output_dir": str(tmp_path),
-            "algorithm": "sft",
-            "policy": {
-                "model_name": str(tmp_path / "model"),
-                "backend": "fsdp",
-                "precision": "float32",
-                "max_total_sequence_length": 256,
-                "train_global_batch_size": len(BATCH),
-                "optimizer": {
-                    **{"lr": RATE, "weight_decay": 0.01, "clip_grad": 1e9},
-                    **{"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
-                },
-                **policy,
+    keys = {
+        "algorithm": "sft",
+        "policy": {
+            "train_global_batch_size": len(BATCH),
+            "optimizer": {
+                **{"lr": RATE, "weight_decay": 0.01, "clip_grad": 1e9},
+                **{"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
             },
-            "sft": {"max_num_steps": STEPS},
-            "data": {"path": str(tmp_path / "rows.jsonl"), "val_fraction": 0, "shuffle": False},
-            "cluster": {"num_cpus": 2, "num_gpus": 0},
-            "checkpointing": {"enabled": False, "export_hf": case.startswith("Gemma")},
-        }
-    )
+            **policy,
+        },
+        "sft": {"max_num_steps": STEPS},
+        "data": {"val_fraction": 0, "shuffle": False},
+        "checkpointing": {"enabled": False, "export_hf": case.startswith("Gemma")},
+    }
+    config = config_of(family, BATCH, tmp_path, keys)
     train(config)
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     np.testing.assert_allclose(losses, plain_losses(family), atol=1e-5, rtol=1e-5)
@@ -105,3 +112,44 @@ def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Pa
         assert AutoProcessor.from_pretrained(tmp_path / "run" / "final_model").image_token
         before = dict(model_of(family).named_parameters())
         assert any(not torch.equal(one, before[name]) for name, one in model.named_parameters() if "vision" in name)
+
+
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], pytest.param(FAMILIES[2], marks=pytest.mark.slow)], ids=lambda family: family.name
+)
+def test_engines_see_what_training_sees(
+    family: Family, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's log-probabilities are those of training, by its own weights and by refitted ones, tower and all."""
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+    keys = {
+        "algorithm": "grpo",
+        "policy": {
+            "train_global_batch_size": 16,
+            "train_micro_batch_size": 8,
+            "logprob_batch_size": 16,
+            "sequence_packing": {"enabled": True, "train_mb_tokens": 512},
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.0},
+            "generation": {
+                "max_new_tokens": 24,
+                "stop_token_ids": [],
+                "colocated": {"enabled": False},
+                "vllm_cfg": {"max_num_seqs": 16, "enforce_eager": True, "kv_cache_memory_bytes": 32 << 20},
+            },
+        },
+        "sft": {"max_num_steps": 0},
+        "grpo": {"max_num_steps": 4, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "val_period": 0},
+        "reward": {"function": "tests.integration.rl.reward_functions:length"},
+        "data": {"shuffle": False},
+    }
+    config = config_of(family, ["one", "several", "the same twice", "none"], tmp_path, keys)
+    train(config)
+    steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gen_kl_error" in row]
+    assert len(steps) == 4 and all(row["gen_kl_error"] < 1e-5 for row in steps), [row["gen_kl_error"] for row in steps]
+    from transformers import AutoModelForImageTextToText
+
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "final_model")
+    before = dict(model_of(family).named_parameters())
+    changed = [name for name, one in trained.named_parameters() if not torch.equal(one, before[name])]
+    assert any("vis" in name for name in changed) and any("lm_head" in name for name in changed)

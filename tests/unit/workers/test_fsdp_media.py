@@ -6,6 +6,7 @@ Truths: `processor.apply_chat_template` of each conversation with its images, al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,11 @@ def model_of(family: Family) -> Any:
 
     processor = processor_of(family)
     size = len(processor.tokenizer)
-    text = {**TEXT, "vocab_size": size, "head_dim": 8, "pad_token_id": None}
+    text = {**TEXT, "vocab_size": size, "head_dim": 32, "pad_token_id": None}
     (image,) = processor.image_token_ids
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
     if family.name == "Qwen3-VL":
-        ropes = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10000.0}
+        ropes = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
         deep = {
             "depth": 2,
             "patch_size": 4,
@@ -61,7 +62,7 @@ def model_of(family: Family) -> Any:
             "qwen3_vl", text_config={**text, "rope_parameters": ropes}, vision_config=vision | deep, image_token_id=image
         )
     elif family.name == "Gemma 3":
-        text |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+        text |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32}
         config = AutoConfig.for_model(
             "gemma3",
             text_config=text,
@@ -159,11 +160,36 @@ def test_a_microbatch_without_images_runs_the_tower_for_nothing(family: Family, 
     assert all(one.grad is None or not one.grad.any() for one in tower)
 
 
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+def test_a_sampled_placeholder_is_a_token_of_text(family: Family, folder: Path) -> None:  # noqa: F811
+    """With the embedding of another token it gives what that one gives. transformers would want a further image."""
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.output import base_of
+
+    model, (row,) = deepcopy(model_of(family)), rows_of(family, folder, ["one"])
+    assert row.media is not None
+    media = {medium.id: medium for medium in row.media.items}
+    root = HiddenStates(model)
+    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    (placeholder,) = processor_of(family).image_token_ids
+    other = int(row.tokens[-2])
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[placeholder] = embedding[other]
+    tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
+    sampled = torch.where((tokens == other) & (ids == 0), placeholder, tokens)
+    assert (sampled != tokens).any()
+    positions = torch.arange(len(row))[None]
+    torch.testing.assert_close(root(sampled, positions, media=ids), root(tokens, positions, media=ids))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "GRPO": (
-        {"algorithm": "grpo", "policy": {"generation": {"max_new_tokens": 4}}},
-        "they are learned by SFT alone",
+    "agents": (
+        {"algorithm": "grpo", "policy": {"generation": {"max_new_tokens": 4}}, "environment": {"agent": "some:agent"}},
+        "environments and agents converse in text alone",
     ),
+    "preferences": ({"algorithm": "dpo"}, "preferences are of texts alone"),
     "adapters": ({"policy": {"peft": {"enabled": True}}}, "adapters are for text alone"),
     "tensor parallelism": ({"policy": {"fsdp_cfg": {"tensor_parallel_size": 2}}}, "their model is not split"),
     "Megatron": (
@@ -180,7 +206,8 @@ def test_runs_that_do_not_take_images_refuse_them(name: str) -> None:
 
     keys, expected = REFUSED[name]
     policy = {"backend": "fsdp", **keys.get("policy", {})}
-    config = Config.model_validate({"name": "run", "algorithm": keys.get("algorithm", "sft"), "policy": policy, "data": {}})
+    given = {"name": "run", "algorithm": "sft", "data": {}, **keys, "policy": policy}
+    config = Config.model_validate(given)
     with pytest.raises(ConfigError, match=f"the data have images, but {expected}"):
         check_media(config, RunPlan.of(config))
 
