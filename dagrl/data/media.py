@@ -63,6 +63,11 @@ class Medium:
     size: tuple[int, int]
     kind: Literal["image"] = "image"
 
+    @property
+    def name(self) -> str:
+        """Name of its file in a run's directory of media."""
+        return name_of(self.id)
+
 
 @dataclass(frozen=True)
 class RowMedia:
@@ -145,6 +150,11 @@ def id_of(content: bytes) -> int:
     """Returns the id of a medium: 63 bits of a digest of its file, which a token field holds with a sign."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return max(int.from_bytes(digest, "little") >> 1, 1)
+
+
+def name_of(medium: int) -> str:
+    """Returns the name of the file of a medium in a run's directory of media."""
+    return f"{medium:016x}"
 
 
 def _source(data: object, folder: Path, where: str) -> bytes | Path:
@@ -267,7 +277,7 @@ class MediaStore:
         return resized(image, fitting((image.height, image.width), self._limits.max_pixels))
 
     def _path(self, medium: int) -> Path:
-        return self._directory / f"{medium:016x}"
+        return self._directory / name_of(medium)
 
 
 def load_processor(directory: Path) -> ProcessorMixin:

@@ -31,7 +31,8 @@ COMPRESSION = "zstd"
 def schema() -> pyarrow.Schema:
     """Returns the columns of a file.
 
-    `split` is `train` or `validation`. `dropped` says why a sample of `train` was not trained on: its group by dynamic
+    `split` is `train` or `validation`. `media` are files of the prompt's images, in the run's directory of that name.
+    `dropped` says why a sample of `train` was not trained on: its group by dynamic
     sampling (`zero_variance`, `failed`) or by age (`too_old`), itself by filtering (`overlong`), for lack of a reward
     (`no_reward`) or of an answer of its environment (`failed`). `logprobs` are the engine's, `train_logprobs` and
     `reference_logprobs` those of the train workers and of the reference policy (null where no phase computes them),
@@ -47,6 +48,7 @@ def schema() -> pyarrow.Schema:
     turn = {"role": text, "text": text, "start": number, "end": number, "reward": real}
     sequence = {
         "prompt": text,
+        "media": pa.list_(text),
         "turns": pa.list_(pa.struct(turn)),
         "finish_reason": text,
         "prompt_tokens": numbers,

@@ -125,6 +125,7 @@ def _conversation(episode: Episode, texts: TokenTexts) -> dict[str, Any]:
     pieces = texts(episode.tokens.tolist())
     return {
         "prompt": episode.prompt.text,
+        "media": [medium.name for medium in episode.prompt.media.items] if episode.prompt.media is not None else [],
         "turns": _turns(episode, pieces),
         "finish_reason": episode.finish_reason,
         "prompt_tokens": episode.prompt.tokens,

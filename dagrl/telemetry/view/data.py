@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ Summary = dict[str, Any]
 
 SNIPPET = 200
 """Characters of a prompt or completion in the table of samples."""
+
+MEDIUM = re.compile("[0-9a-f]{16}")
 
 WORST = 20
 """Samples of a step that may be among the outliers of the run."""
@@ -105,6 +108,12 @@ class RunView:
                 return {**read_rollouts(path)[at], "row": row}
             at -= count
         raise IndexError(f"row {row} of step {step}")
+
+    def medium(self, name: str) -> bytes:
+        """Returns the file of an image. Raises KeyError for a name that no image has, and OSError without the file."""
+        if not MEDIUM.fullmatch(name):
+            raise KeyError(name)
+        return (self.directory / "media" / name).read_bytes()
 
     def _files(self, step: int) -> list[Path]:
         """Returns the files of a step. Raises KeyError if there are none."""

@@ -61,7 +61,7 @@ async function panel(run, step, state, steps) {
   const lines = (kept.length ? kept : found).filter((line) => matches(line, state.search)).sort(SORTS[state.sort][1]);
   const chosen = chosenLine(lines, state[`row${run}`], run, state);
   box.append(linesTable(run, lines, chosen, step));
-  if (chosen) box.append(conversation(await load("sample", { run, step: chosen.step, row: chosen.row }), state.color));
+  if (chosen) box.append(conversation(await load("sample", { run, step: chosen.step, row: chosen.row }), state.color, run));
   return box;
 }
 

@@ -9,6 +9,7 @@ GET /api/metrics?run=0&after=BYTES        lines of metrics.jsonl
 GET /api/steps?run=0                      steps with rollouts
 GET /api/samples?run=0&step=3             a line for each sample; without `step` the outliers of the run
 GET /api/sample?run=0&step=3&row=7        one sample
+GET /api/medium?run=0&name=HEX            the file of an image of a sample
 """
 
 from __future__ import annotations
@@ -68,20 +69,23 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             answer = _answer(self.server.runs, url.path.removeprefix("/api/"), dict(parse_qsl(url.query)))
-        except (KeyError, IndexError, ValueError, FileNotFoundError) as error:
+        except (KeyError, IndexError, ValueError, OSError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}")
             return
-        self._send(HTTPStatus.OK, "application/json", to_json(answer))
+        if isinstance(answer, bytes):
+            self._send(HTTPStatus.OK, "application/octet-stream", answer)
+        else:
+            self._send(HTTPStatus.OK, "application/json", to_json(answer))
 
     def _from_here(self) -> bool:
         """Whether the browser asked for this server by its own name. Other sites may resolve their names to loopback."""
         named = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         return self.server.host not in LOCAL or named in LOCAL
 
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        content = text.encode()
+    def _send(self, status: HTTPStatus, kind: str, body: str | bytes) -> None:
+        content = body.encode() if isinstance(body, str) else body
         self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", f"{kind}; charset=utf-8" if isinstance(body, str) else kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
@@ -104,4 +108,6 @@ def _answer(runs: Sequence[RunView], what: str, query: dict[str, str]) -> Any:
         return run.samples(int(query["step"])) if "step" in query else run.outliers()
     if what == "sample":
         return run.sample(int(query["step"]), int(query["row"]))
+    if what == "medium":
+        return run.medium(query["name"])
     raise KeyError(what)

@@ -62,7 +62,7 @@ function scaleOf(mode, tokens) {
   return h("div", { class: "scale" }, h("span", {}, `${title}:`), h("span", {}, ends[0]), h("i", { style: `background:linear-gradient(90deg, ${colors})` }), h("span", {}, ends[1]));
 }
 
-function conversation(sample, mode) {
+function conversation(sample, mode, run) {
   const tokens = tokensOf(sample);
   const parts = Object.entries(sample.reward_parts || {});
   const split = sample.split === "validation" ? [["split", "validation"]] : sample.dropped ? [["dropped", sample.dropped.replaceAll("_", " ")]] : [];
@@ -77,13 +77,15 @@ function conversation(sample, mode) {
     sample.failure ? h("p", { class: "failure" }, sample.failure) : null,
     h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, String(value))))),
     scaleOf(mode, [sample, ...more].flatMap(tokensOf)),
-    turns(sample, mode),
-    more.map((one, at) => h("details", { open: "" }, h("summary", {}, title(one, at)), turns(one, mode))));
+    turns(sample, mode, run),
+    more.map((one, at) => h("details", { open: "" }, h("summary", {}, title(one, at)), turns(one, mode, run))));
 }
 
-function turns(sequence, mode) {
+function turns(sequence, mode, run) {
   const tokens = tokensOf(sequence);
-  return [turn("prompt", "prompt", [sequence.prompt]), ...sequence.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens${one.reward === null ? "" : `, reward ${shown(one.reward)}`}`,
+  const media = EXPORTED ? [] : sequence.media || [];
+  const images = media.map((name) => h("img", { src: `api/medium?${new URLSearchParams({ run, name })}`, alt: name }));
+  return [images.length ? h("div", { class: "images" }, images) : null, turn("prompt", "prompt", [sequence.prompt]), ...sequence.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens${one.reward === null ? "" : `, reward ${shown(one.reward)}`}`,
     tokens.slice(one.start, one.end).map((token) => tokenSpan(token, mode))))];
 }
 

@@ -74,6 +74,25 @@ def test_numbers_that_are_not_finite_are_null_in_the_browser() -> None:
     assert json.loads(to_json({"a": [1.0, float("-inf")], "b": float("nan")})) == {"a": [1.0, None], "b": None}
 
 
+def test_images_of_samples_are_served(tmp_path: Path) -> None:
+    run, name = make_run(tmp_path, "run"), "00000000000000ff"
+    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=3).write(
+        3, table_of([{**sample_row(3, 0, 0.0), "media": [name]}])
+    )
+    (run / "media").mkdir()
+    (tmp_path / "cat.png").write_bytes(b"\x89PNG")
+    (run / "media" / name).symlink_to(tmp_path / "cat.png")
+    (run / "media" / "0").write_text("secret")
+    with serving([RunView(run)], "127.0.0.1", 0) as address:
+        with urlopen(f"{address}api/sample?run=0&step=3&row=0") as answer:  # noqa: S310
+            assert json.load(answer)["media"] == [name]
+        with urlopen(f"{address}api/medium?run=0&name={name}") as answer:  # noqa: S310
+            assert answer.read() == b"\x89PNG"
+        for other in ("0", "../config.yaml", "00000000000000fe"):
+            with pytest.raises(HTTPError, match="404"):
+                urlopen(f"{address}api/medium?run=0&name={other}")  # noqa: S310
+
+
 @pytest.mark.parametrize(
     "path, status",
     [("api/sample?run=0&step=9&row=0", 404), ("api/sample?run=7", 404), ("api/steps?run=x", 404), ("etc", 404)],
