@@ -73,6 +73,9 @@ class FsdpConfig(FsdpLayoutConfig):
     torch_compile: bool = derived(False, "true on GPUs")
     """Compile each layer with `torch.compile`."""
 
+    freeze_vision_tower: bool = False
+    """Keep the weights of the part of a model that encodes images. A projector outside of it trains (Qwen's is inside)."""
+
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of each layer of experts. It compares each expert's probability with its share of
     the tokens of the microbatch."""

@@ -195,6 +195,13 @@ def load_model(
         )
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains and is_adapter(name) == adapted)
+    if trains and policy.fsdp_cfg.freeze_vision_tower:
+        tower = loaded.get_encoder(modality="image")
+        if tower in (loaded, loaded.base_model):
+            raise ConfigError(
+                f"policy.fsdp_cfg.freeze_vision_tower is true, but {type(loaded).__name__} has no vision tower"
+            )
+        tower.requires_grad_(False)
     embedding: Any = loaded.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = constant_row(config.get_text_config().to_dict())
