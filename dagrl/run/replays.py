@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,16 @@ def _quantum_overhead(counted: Sequence[CountedReplay]) -> dict[str, float]:
     return {QUANTUM_OVERHEAD: overhead / (engines + overhead)} if engines else {}
 
 
+class Tape(Protocol):
+    """Records replays; `dagrl.run.tape` has it."""
+
+    def begin(self, phase: str, value: object, rows: Sequence[Any] | None, replay: Replay, /) -> None:
+        """Takes a replay that was submitted."""
+
+    def end(self, replay: Replay, result: object, /) -> None:
+        """Takes its result."""
+
+
 @dataclass
 class Replays:
     """The phases of a run by their key in `phases`. `devices` is the number of GPUs (or workers) the run uses."""
@@ -124,6 +134,7 @@ class Replays:
     devices: int
     shared: SharedDevices | None = None  # only where train and generation workers share GPUs
     times: ReplayTimes = field(default_factory=ReplayTimes)
+    tape: Tape | None = None
     _running: list[tuple[Phase, Replay]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -149,6 +160,8 @@ class Replays:
         self.hold(*phase.roles)
         with self.clock.measure(name):
             replay = self.scheduler.replay(phase, value, rows=rows)
+        if self.tape is not None:
+            self.tape.begin(name, value, rows, replay)
         if self.shared is not None:
             self._running = [(other, running) for other, running in self._running if not running.done] + [(phase, replay)]
         return replay
@@ -170,6 +183,8 @@ class Replays:
         with self.clock.measure(name):
             result = replay.result()
         assert replay.timing is not None
+        if self.tape is not None:
+            self.tape.end(replay, result)
         return result, self.times.count(name, self.phases[name].roles, replay.timing, busy_s(result) if busy_s else None)
 
     def close_step(self, tokens: int) -> dict[str, float]:

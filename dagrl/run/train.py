@@ -1,4 +1,4 @@
-"""Trains: `dagrl train`, and the steps that `dagrl replay` executes again.
+"""Trains: `dagrl train`.
 
 run_with_restarts(train, config)     # attempts, until the run ends or no restart is left
 train(config)                        # one attempt: a session (`dagrl.run.start`), and in it the algorithm's loop

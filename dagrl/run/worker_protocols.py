@@ -21,6 +21,7 @@ from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import gives_scores
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
+from dagrl.telemetry.metrics import StepMetrics
 
 
 class TrainWorker(Protocol):
@@ -52,11 +53,19 @@ class LogprobKeeper(Protocol):
         and row id: float32 [tokens] of the whole row. One worker of each shard gives them, the others nothing."""
 
 
-class ReplayedTrainWorker(Protocol):
-    """An optional method of train workers, for `dagrl replay`."""
+class CertifiedTrainWorker(Protocol):
+    """Optional methods of train workers, for `dagrl certify` and `dagrl replay`."""
 
-    def compare_checkpoint(self, directory: str, /) -> tuple[int, list[str]]:
-        """Loads a checkpoint. Returns the number of its tensors, and a line for each that the weights before differ from."""
+    def weight_digests(self) -> Mapping[str, Sequence[float]]:
+        """Returns of each tensor of weights a checksum, its norm, the machine epsilon of its type, and a sketch: numbers
+        that change with every element."""
+
+    def compare_gradients(
+        self, batches: Sequence[Batch], others: Sequence[Batch], other: Config, /
+    ) -> tuple[StepMetrics, StepMetrics, float]:
+        """Computes the gradients of two losses on this worker's shard, without a step: the run's, and that of the
+        configuration `other` on rows of its own. Returns the metrics of each, with `grad_norm`, and the norm of the
+        difference of the two gradients."""
 
 
 class CheckpointChecker(Protocol):
@@ -170,7 +179,7 @@ def check_supported(worker: type, policy: PolicyConfig, key: str) -> None:
             )
 
 
-OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, ReplayedTrainWorker)
+OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, CertifiedTrainWorker)
 """Protocols whose methods a worker class may lack."""
 
 

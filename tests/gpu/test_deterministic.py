@@ -13,8 +13,7 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.run.reexecute import replay_step
-from dagrl.run.train import train
+from dagrl.run.certify import certify, record
 from tests.gpu.test_vllm_worker import PROMPTS, SHAPES, gpu_config, make_gpu_checkpoint, started
 from tests.integration.test_async_grpo import one_cluster
 from tests.integration.vllm_ranks import requests
@@ -47,8 +46,8 @@ def test_a_request_has_the_same_bits_in_any_batch(eager: bool, cluster: None, tm
         assert [row.logprobs for row in batch] == [row.logprobs for row in alone]
 
 
-def test_a_step_is_executed_again_bit_for_bit(tmp_path: Path) -> None:
-    """The quickstart's task in bfloat16, with every value of the step, and the weights after it."""
+def test_steps_are_executed_again_bit_for_bit(tmp_path: Path) -> None:
+    """The quickstart's task in bfloat16, with every value of the steps, and the weights after them."""
     overrides = [
         "policy.deterministic=true",
         "policy.precision=bfloat16",
@@ -56,12 +55,8 @@ def test_a_step_is_executed_again_bit_for_bit(tmp_path: Path) -> None:
         "policy.generation.colocated.enabled=true",
         "sft.max_num_steps=60",
         "grpo.max_num_steps=4",
-        "checkpointing.save_period=2",
-        "checkpointing.export_hf=false",
-        f"output_dir={tmp_path}",
-        "name=run",
     ]
-    train(load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides))
-    found = replay_step(tmp_path / "run", 64, train)
-    assert found.differences == []
-    assert found.weights > 0 and found.first_step == 63
+    record(load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides), tmp_path / "golden", steps=62)
+    found = {report.phase: report.verdict for report in certify(tmp_path / "golden").phases}
+    assert found.keys() >= {"demonstration_step", "generate", "logprobs", "train_step", "weights after"}
+    assert set(found.values()) == {"equal"}

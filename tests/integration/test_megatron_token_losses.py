@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,3 +63,22 @@ def test_loss_and_gradients_match_one_process(name: str, group: Group, tiny_mode
     step = train(group, batch, "policy", warmup="whole")  # gradients, but no update
     assert step["loss"] == pytest.approx(loss, abs=2e-6)
     reference.assert_gradients(reference.assemble(group.call("gradients")), gradients, 2e-5)
+
+
+def test_the_gradients_of_two_losses_are_compared(group: Group, tiny_models: dict[str, Path]) -> None:
+    batch, names = reference.make_batch(grpo=True), ("reinforce", "gspo")
+    one, two = (flat_gradient(expected(tiny_models["qwen3"], name)[1]) for name in names)
+    losses = [{**formulas.CLIP, **formulas.NO_KL, **formulas.FORMULAS[name][0], "token_level_loss": False} for name in names]
+    for rank in range(group.layout.world_size):
+        group.start(rank, "set_loss", ratio_clip_c=None, **losses[0])
+    for rank in range(group.layout.world_size):
+        group.finish(rank)
+    other = reference.make_config(tiny_models["qwen3"], train_micro_batch_size=2)
+    other = other.with_keys({f"loss_fn.{key}": value for key, value in losses[1].items()})
+    for ours, theirs, distance in group.call("compare_gradients", [batch], [batch], other):
+        found = [ours.shared["grad_norm"], theirs.shared["grad_norm"], distance]
+        assert found == pytest.approx([np.linalg.norm(one), np.linalg.norm(two), np.linalg.norm(one - two)], rel=1e-4)
+
+
+def flat_gradient(gradients: Any) -> Any:
+    return np.concatenate([np.ravel(gradients[name]) for name in sorted(gradients)])

@@ -33,14 +33,18 @@ def replay_batch(
 def submit_batch(
     replays: Replays, phase: str, batch: Batch, shard_rows: ShardRows | None = None, least_sequences: int = 0
 ) -> Replay:
-    """Starts what `replay_batch` does. Adds what losses are divided by: tokens in the loss, and rows with at least one.
+    """Starts what `replay_batch` does. `least_sequences`: see `with_counts`."""
+    return replays.submit(phase, with_counts(batch, least_sequences), shard_rows)
+
+
+def with_counts(batch: Batch, least_sequences: int = 0) -> Batch:
+    """Adds what losses are divided by: tokens in the loss, and rows with at least one.
 
     Means over sequences divide by `least_sequences` if fewer have a token in the loss.
     """
     tokens = batch["loss_mask"].sum(axis=1, dtype="float64")
     sequences = max(int((tokens > 0).sum()), least_sequences)
-    batch = batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=float(sequences))
-    return replays.submit(phase, batch, shard_rows)
+    return batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=float(sequences))
 
 
 def collect_batch(replays: Replays, phase: str, replay: Replay, *, step: int) -> StepMetrics:

@@ -144,16 +144,14 @@ class PolicyTrainer:
         A minibatch without a token in the loss is None; `grpo.overlong_filtering` can leave one. `splits` are the rows of
         each shard, by minibatch.
         """
-        rows = rows_per_sample(self.config)
-        size = self.config.policy.train_global_batch_size * rows
         batch = batch.with_scalars(step=step)
-        steps: list[Replay | None] = []
-        for number, shard_rows in enumerate(splits):
-            minibatch = batch.share(number, batch.rows // size)
-            least = minibatch.rows // rows if self.config.loss_fn.count_masked_sequences else 0
-            learns = minibatch["loss_mask"].any()
-            steps.append(submit_batch(self.replays, "train_step", minibatch, shard_rows, least) if learns else None)
-        return steps
+        return [self.submit_step(batch.share(number, len(splits)), rows) for number, rows in enumerate(splits)]
+
+    def submit_step(self, minibatch: Batch, shard_rows: ShardRows) -> Replay | None:
+        """Starts an optimizer step, if the minibatch has a token in the loss."""
+        if not minibatch["loss_mask"].any():
+            return None
+        return submit_batch(self.replays, "train_step", minibatch, shard_rows, least_sequences(self.config, minibatch))
 
     def _critic_step(self, batch: Batch) -> CriticStep:
         return CriticStep(self.config, planned_algorithm(self.plan), self.replays, self.train, batch)
@@ -178,6 +176,11 @@ class PolicyUpdate:
         if self.kept is not None:
             self.kept.write()
         return metrics | {"trained_tokens": float(self.batch["lengths"].sum())}, time.perf_counter()
+
+
+def least_sequences(config: Config, minibatch: Batch) -> int:
+    """Returns the least number of sequences that means over sequences divide by."""
+    return minibatch.rows // rows_per_sample(config) if config.loss_fn.count_masked_sequences else 0
 
 
 def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:

@@ -175,6 +175,10 @@ class ShardedModel:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def gradients(self) -> list[Tensor]:
+        """Returns the shards of all gradients."""
+        return [local(one.grad) for one in self.parameters.values() if one.grad is not None]
+
     def gradient_norm(self) -> Tensor:
         """Returns the norm of all ranks' gradients, each counted once."""
         shards = defaultdict[tuple[dist.ProcessGroup, ...], list[Tensor]](list)
@@ -191,7 +195,7 @@ class ShardedModel:
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scales gradients to the limit."""
-        gradients = [local(one.grad) for one in self.parameters.values() if one.grad is not None]
+        gradients = self.gradients()
         torch._foreach_mul_(gradients, (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).to(gradients[0].device))
 
     def update(self, rate: float) -> None:

@@ -139,6 +139,10 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def gradients(self) -> list[Tensor]:
+        """Returns Megatron's buffers of gradients."""
+        return self.state("gradients")
+
     def gradient_norm(self) -> Tensor:
         """Returns the norm of all workers' gradients, each counted once, on the device.
 

@@ -95,6 +95,10 @@ class TrainedModel(Model, Gradients, Protocol):
         """Sets all gradients to zero."""
         ...
 
+    def gradients(self) -> list[Tensor]:
+        """Returns this rank's part of the gradients after a backward pass, live. No collective."""
+        ...
+
     def reset_optimizer(self) -> None:
         """Zeros moments and step counts, and copies any master weights from the model."""
         ...

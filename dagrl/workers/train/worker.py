@@ -26,15 +26,14 @@ from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
 from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
 from dagrl.refit.slices import WeightSlice
-from dagrl.rl.algorithm import Algorithm, algorithm_for
+from dagrl.rl.algorithm import POLICY, Algorithm, algorithm_for
 from dagrl.rl.routed_experts import with_empty_record, without_record
-from dagrl.run.comparison import difference
 from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
-from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
+from dagrl.telemetry.metrics import GRAD_NORM, StepMetrics, merge_step_metrics
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
 from dagrl.workers.train.backend import Backend, Model, ModelSpec, Score
 from dagrl.workers.train.groups import start_checkpoint_group
@@ -294,6 +293,37 @@ class TrainWorker:
                 reports = model.run(microbatches, self._loss(algorithm, batch), backward=False)
             metrics = read_reports(reports, microbatches)
         return metrics if self._reports else StepMetrics()
+
+    def compare_gradients(
+        self, batches: Sequence[Batch], others: Sequence[Batch], other: Config
+    ) -> tuple[StepMetrics, StepMetrics, float]:
+        """Computes the gradients of the run's loss on `batches[dp]` and of `other`'s on `others[dp]`, without a step.
+
+        Returns the metrics of both, with `grad_norm`, and the norm of the difference of the two gradients.
+        """
+        import torch
+
+        model, shard = self.backend("weights", "gradients").model, self.context.coordinates.dp
+        with self._running(training=True):
+            ours = self._gradient(batches[shard], self.config)
+            kept = [gradient.clone() for gradient in model.gradients()]
+            theirs = self._gradient(others[shard], other)
+            torch._foreach_sub_(model.gradients(), kept)
+            distance = float(model.gradient_norm())
+            model.zero_gradients()
+        return ours, theirs, distance
+
+    def _gradient(self, batch: Batch, config: Config) -> StepMetrics:
+        from dagrl.workers.train.losses import read_reports
+
+        model, algorithm = self.backend().model, algorithm_for(POLICY, config)
+        last = self.context.coordinates.pp == self.context.layout.pp - 1
+        batch = self._kept.join(batch, algorithm.columns, required=last)
+        model.zero_gradients()
+        for microbatches in self._microbatches(batch, "train"):
+            reports = model.run(microbatches, self._loss(algorithm, batch), backward=True)
+        norm = StepMetrics(shared={GRAD_NORM: float(model.gradient_norm())})
+        return merge_step_metrics([norm, *([read_reports(reports, microbatches)] if self._reports else [])])
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
         """Merges the metrics of several workers."""
@@ -620,19 +650,13 @@ class TrainWorker:
     def _identity(self) -> dict[str, Json]:
         return identity_of(self.config.policy, self._hf_config)
 
-    def compare_checkpoint(self, directory: str) -> tuple[int, list[str]]:
-        """Loads a checkpoint. Returns the number of its tensors here, and a line for each that differs from this worker's
-        weights before, in the model's order."""
-        before = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
-        self.load_checkpoint(directory)
-        lines = []
-        for name, saved in self.weight_tensors().items():
-            unequal = saved != before[name]
-            if unequal.any():
-                at = tuple(unequal.nonzero()[0].tolist())
-                where = f"{name} of train worker {self.context.rank} at {[*at]}"
-                lines.append(difference(where, float(saved[at]), float(before[name][at])))
-        return len(before), lines
+    def weight_digests(self) -> dict[str, list[float]]:
+        """Returns the digest of each tensor that a refit sends (`dagrl.workers.train.digest`)."""
+        from dagrl.workers.train.digest import digest
+
+        backend = self.backend("weights")
+        with self._running(), backend.sending():
+            return {name: digest(tensor.detach()) for name, tensor in backend.sent_tensors().items()}
 
     def export_hf(self, directory: str) -> None:
         """Writes the policy as a Hugging Face directory that transformers can load; all workers together.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import re
 import sys
 import tomllib
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -139,7 +141,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert capsys.readouterr().out == f"dagrl {project['version']}\n"
+    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert next(iter(shown)) == "dagrl" and shown["dagrl"] == project["version"]
+    assert (shown["ray"], shown["torch"]) == (version("ray"), version("torch"))
+    assert shown["Python"] == platform.python_version()
 
 
 @pytest.mark.parametrize(

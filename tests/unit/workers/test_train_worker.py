@@ -175,7 +175,7 @@ def test_the_reference_policy_keeps_its_weights(make: Make, model: Path) -> None
     np.testing.assert_array_equal(other["logprobs"], before["logprobs"])
 
 
-def test_a_checkpoint_continues_and_names_what_differs(make: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_bit_for_bit(make: Make, tmp_path: Path) -> None:
     batch, worker = (
         reference.make_batch(),
         make(scheduler={"lr_decay_style": "linear", "lr_decay_iters": 5}),
@@ -183,15 +183,36 @@ def test_a_checkpoint_continues_and_names_what_differs(make: Make, tmp_path: Pat
     worker.train_step(batch, "likelihood")
     worker.save_checkpoint(str(tmp_path / "saved"))
     went_on = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
-    count, differences = worker.compare_checkpoint(str(tmp_path / "saved"))
-    assert count == len(differences) == len(worker.weight_tensors()) and " of train worker 0 at [" in differences[0]
+    after = worker.weight_digests()
     worker.load_checkpoint(str(tmp_path / "saved"))
+    saved = worker.weight_digests()
+    assert saved.keys() == after.keys() == worker.weight_tensors().keys()
+    assert all(saved[name] != after[name] for name in saved)
     again = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
+    assert worker.weight_digests() == after
     for name in ("loss", "grad_norm", "lr"):
         assert [step[name] for step in again] == [step[name] for step in went_on]
     worker.reset_optimizer()
     assert worker.train_step(batch, "likelihood").shared["lr"] == pytest.approx(1e-3)
     assert worker.train_step(batch.with_scalars(lr=3e-4), "likelihood").shared["lr"] == 3e-4, "in place of the schedule's"
+
+
+def test_gradients_of_two_losses_are_compared_without_a_step(make: Make) -> None:
+    """A loss without clip and KL is linear in the advantages."""
+    batch, worker = reference.make_batch(grpo=True), make(generation={"temperature": 1.0})
+    other = worker.config.with_keys({"loss_fn.name": "reinforce", "loss_fn.reference_policy_kl_penalty": 0.0})
+    worker.config, before = other, worker.weight_digests()
+    for scale, cosine in ((1.0, 1.0), (3.0, 1.0), (-0.5, -1.0)):
+        scaled = batch.with_fields(advantages=scale * batch["advantages"])
+        ours, theirs, distance = worker.compare_gradients([batch], [scaled], other)
+        norm = ours.shared["grad_norm"]
+        assert theirs.shared["grad_norm"] == pytest.approx(abs(scale) * norm)
+        assert distance == pytest.approx(abs(scale - 1) * norm, abs=1e-6 * norm)
+        assert cosine == pytest.approx(
+            (norm**2 + theirs.shared["grad_norm"] ** 2 - distance**2) / (2 * norm * theirs.shared["grad_norm"])
+        )
+    assert worker.weight_digests() == before
+    assert worker.train_step(batch, "policy").shared["grad_norm"] == norm, "nothing is left of the comparison"
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(make: Make) -> None:

