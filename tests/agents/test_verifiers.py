@@ -60,7 +60,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("said", "reward"), [("It is 5.", 1.0), ("It is 6.", 0.0)])
 def test_the_documented_task(served: Served, said: str, reward: float) -> None:
     served.generation.texts.append(said)
-    example = {"prompt": "2+3", "reference": "5", "seed": 1}
+    example = {"prompt": "2+3", "messages": [{"role": "user", "content": "2+3"}], "reference": "5", "seed": 1}
     assert asyncio.run(documented()["solve"](example, endpoint(served))) == reward
     assert turns(served)[0] == [said] and "2+3" in turns(served)[1]
 
