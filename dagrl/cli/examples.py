@@ -12,7 +12,7 @@ from dagrl.imports import did_you_mean
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DATA = re.compile(re.escape(CONFIG_DIR) + r"/([\w./-]+)")
-"""A file that an example reads from its own directory."""
+"""A file, or a directory of files, that an example reads from its own directory."""
 
 
 def list_examples() -> str:
@@ -32,7 +32,8 @@ def copy_example(name: str, target: Path) -> list[Path]:
     if source is None:
         near = did_you_mean(difflib.get_close_matches(name, files))
         raise ConfigError(f"no example {name!r}{near}; expected one of: {', '.join(files)}")
-    sources = [source, *(EXAMPLES / found for found in DATA.findall(source.read_text(encoding="utf-8")))]
+    named = [EXAMPLES / found for found in DATA.findall(source.read_text(encoding="utf-8"))]
+    sources = [source, *(file for path in named for file in (sorted(path.iterdir()) if path.is_dir() else [path]))]
     copies = {file: target / file.relative_to(EXAMPLES) for file in sources}
     existing = [str(copy) for copy in copies.values() if copy.exists()]
     if existing:

@@ -350,7 +350,11 @@ def _check_made(splits: Splits, config: DataConfig) -> None:
                 if not isinstance(message, Message):
                     raise ConfigError(f"{where}: message {turn} is {message!r:.60}; expected: a dagrl.data.Message")
                 _require_text(message.role, f"{where}: message {turn}: 'role'")
-                if message.content is not None or not message.more.get("tool_calls"):
+                if message.media:
+                    images = [part for part in message.content or () if isinstance(part, Mapping) and is_image(part)]
+                    if len(images) != len(message.media):
+                        raise DataError(f"{where}: message {turn} has {len(images)} parts for {len(message.media)} images")
+                elif message.content is not None or not message.more.get("tool_calls"):
                     _require_text(message.content, f"{where}: message {turn}: 'content'")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 from dagrl.data import Example, Splits
+from dagrl.data.examples import Message
+from dagrl.data.media import IMAGE, Medium, id_of
 
 Operands = tuple[int, int]
 
@@ -56,3 +59,54 @@ def arithmetic(
 
 def _addition(pair: Operands, answer: int) -> Example:
     return Example(f"{pair[0]}+{pair[1]}=", str(answer), source=f"the addition {pair[0]}+{pair[1]}")
+
+
+NUMBERS = ("one", "two", "three", "four")
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "black": (20, 20, 20)}
+SIDE, CELL = 64, 16
+"""Pixels of an image of shapes, and of the cells of its grid, each of which has one shape at most."""
+
+
+def shapes(
+    images: int = 512, held_out: int = 128, right_share: float = 0.4, demonstrations_per_prompt: int = 5, seed: int = 0
+) -> Splits:
+    """Draws images of one to four squares and discs of one colour. The answer is number and colour, such as `two red`.
+
+    `held_out` further images are for validation only. Every training image has `demonstrations_per_prompt` demonstrations.
+    A share `right_share` of them is right; the others name the next number, or `one` for `four`. Needs Pillow.
+    """
+    generator = random.Random(seed)  # noqa: S311  # drawing, not cryptography
+    train, demonstrations = list[Example](), list[Example]()
+    right = round(right_share * demonstrations_per_prompt)
+    for index in range(images):
+        count, colour, medium = _drawing(generator)
+        train.append(_naming(medium, f"{count} {colour}", f"image {index}"))
+        wrong = [NUMBERS[NUMBERS.index(count) - len(NUMBERS) + 1]] * (demonstrations_per_prompt - right)
+        demonstrations += [_naming(medium, f"{one} {colour}", f"image {index}") for one in [count] * right + wrong]
+    validation = []
+    for index in range(held_out):
+        count, colour, medium = _drawing(generator)
+        validation.append(_naming(medium, f"{count} {colour}", f"held-out image {index}"))
+    return Splits(tuple(demonstrations), tuple(train), tuple(validation))
+
+
+def _drawing(generator: random.Random) -> tuple[str, str, Medium]:
+    """Draws an image. Returns number and colour of its shapes, and the image."""
+    from PIL import Image, ImageDraw
+
+    count, colour = generator.randrange(len(NUMBERS)) + 1, generator.choice([*COLOURS])
+    image = Image.new("RGB", (SIDE, SIDE), "white")
+    draw = ImageDraw.Draw(image)
+    for cell in generator.sample(range((SIDE // CELL) ** 2), count):
+        row, column = divmod(cell, SIDE // CELL)
+        left, top = column * CELL + generator.randint(1, 4), row * CELL + generator.randint(1, 4)
+        shape = generator.choice([draw.rectangle, draw.ellipse])
+        shape((left, top, left + CELL - 6, top + CELL - 6), fill=COLOURS[colour])
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return NUMBERS[count - 1], colour, Medium(file.getvalue(), id_of(file.getvalue()), (SIDE, SIDE))
+
+
+def _naming(medium: Medium, answer: str, source: str) -> Example:
+    question = Message("user", (IMAGE, {"type": "text", "text": "what is there"}), media=(medium,))
+    return Example("", answer, (question, Message("assistant", answer)), source=source)

@@ -16,6 +16,7 @@ from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.settings import TOKENIZER_KEY, model_names
 from dagrl.data.chat import chat_of
 from dagrl.data.hugging_face import is_hub_id
+from dagrl.data.media import PROCESSOR_FILES
 from dagrl.errors import ConfigError
 from dagrl.files import replace_directory
 
@@ -319,7 +320,7 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
     Raises ConfigError if transformers rejects them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -328,19 +329,29 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
     # Without `pad_token_id`, for which transformers keeps a row of zeros: the policy samples that token as any other.
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     tokens["vocab_size"] = _vocabulary(init, token_count(tokenizer))
+    text = description.get("text_config")
+    if isinstance(text, dict):  # of a model that takes images
+        tokens["text_config"] = {**text, **tokens}
     try:
         hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
+        makes = (
+            AutoModelForCausalLM if type(hf_config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+        )
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(init.seed)
-            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32))
+            return cast("PreTrainedModel", makes.from_config(hf_config, dtype=torch.float32))
     except Exception as error:  # architectures raise anything for bad keys
         raise ConfigError(
             f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {_reason(error)}"
         ) from error
 
 
-def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def write_random_model(
+    init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path | None = None
+) -> None:
     """Writes a float32 checkpoint with seeded weights, its configuration and the tokenizer. The bytes are reproducible.
+
+    With the tokenizer's directory as `source`, it gets that one's processor of images too.
 
     The directory appears complete or not at all, and stays as it is if it has this model. Raises ConfigError if transformers
     does not know the architecture, or if it cannot be written.
@@ -357,6 +368,9 @@ def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, dir
     try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
+        for file in (source / name for name in PROCESSOR_FILES if source is not None):
+            if file.is_file() and not (part / file.name).exists():
+                shutil.copy2(file, part)
         (part / marker).write_text(made, encoding="utf-8")
         replace_directory(part, directory)
     except (OSError, SafetensorError) as error:

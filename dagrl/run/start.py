@@ -310,7 +310,8 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     """
     config, init, generation = limit_steps(config, inputs), config.policy.random_init, config.policy.generation
     if init is not None:
-        write_random_model(init, inputs.tokenizer, init_model)
+        name = config.policy.tokenizer.name
+        write_random_model(init, inputs.tokenizer, init_model, Path(name) if name is not None else None)
     elif generation is not None and (generation.stop_strings or config.environment.agent is not None):
         directory = init_model.with_name("tokenizer")
         inputs.tokenizer.save_pretrained(directory)

@@ -55,6 +55,7 @@ def test_an_unknown_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert "no example 'grpo_quickstrat'; did you mean 'grpo_quickstart'" in capsys.readouterr().err
 
 
-def test_the_agents_example_passes_all_checks_before_a_run(tmp_path: Path) -> None:
-    pytest.importorskip("openai")
-    assert main(["train", str(ROOT / "examples" / "grpo_agent.yaml"), f"output_dir={tmp_path}", "--dry-run"]) == 0
+@pytest.mark.parametrize("name, needs", [("grpo_agent", "openai"), ("grpo_images", "PIL")])
+def test_an_example_passes_all_checks_before_a_run(name: str, needs: str, tmp_path: Path) -> None:
+    pytest.importorskip(needs)
+    assert main(["train", str(ROOT / "examples" / f"{name}.yaml"), f"output_dir={tmp_path}", "--dry-run"]) == 0

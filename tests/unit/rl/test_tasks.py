@@ -1,7 +1,8 @@
-"""The arithmetic task: correct sums, held-out prompts, and the mix of demonstrations."""
+"""The tasks: correct answers, held-out prompts, and the mix of demonstrations."""
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from itertools import product
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dagrl.data import Example
-from dagrl.rl.tasks import arithmetic
+from dagrl.rl.tasks import COLOURS, NUMBERS, arithmetic, shapes
 
 
 def operands(example: Example) -> tuple[int, int]:
@@ -55,3 +56,31 @@ def test_share_of_right_demonstrations() -> None:
 def test_arguments_out_of_range(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
         arithmetic(**arguments)  # type: ignore[arg-type]
+
+
+def test_answers_name_what_is_drawn() -> None:
+    """Counted in the image: blocks of coloured pixels that touch."""
+    from PIL import Image
+
+    splits = shapes(images=40, held_out=20)
+    for example in (*splits.train, *splits.validation):
+        (medium,) = example.media
+        assert isinstance(medium.data, bytes)
+        image = Image.open(io.BytesIO(medium.data))
+        assert (image.height, image.width) == medium.size
+        pixels = {(x, y): image.getpixel((x, y)) for x in range(image.width) for y in range(image.height)}
+        left = {place: colour for place, colour in pixels.items() if colour != (255, 255, 255)}
+        (colour,) = set(left.values())
+        count = 0
+        while left:
+            count, near = count + 1, [left.popitem()[0]]
+            while near:
+                x, y = near.pop()
+                near += [at for at in ((x - 1, y), (x + 1, y), (x, y - 1), (x, y + 1)) if left.pop(at, None)]
+        names = {rgb: name for name, rgb in COLOURS.items()}
+        assert example.response == f"{NUMBERS[count - 1]} {names[colour]}"
+    seen = {example.media[0].id for example in splits.train}
+    assert not seen & {example.media[0].id for example in splits.validation}
+    right = {example.media[0].id: example.response for example in splits.train}
+    shares = Counter(example.response == right[example.media[0].id] for example in splits.demonstrations)
+    assert shares == {True: 80, False: 120}
