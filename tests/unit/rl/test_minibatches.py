@@ -53,7 +53,7 @@ def optimized(batch: Batch) -> tuple[dict[str, float], int]:
 
     replays: Any = SimpleNamespace(submit=submit, collect=lambda phase, minibatch: ([take_step(minibatch)], None))
     parts: Any = dict.fromkeys(("plan", "train", "stop", "log", "thread"))
-    trainer = PolicyTrainer(CONFIG, replays=replays, **parts)
+    trainer = PolicyTrainer(CONFIG, replays=replays, media=False, **parts)
     steps = trainer.submit_steps(batch, 1, split_minibatches(CONFIG, batch))
     return collect_steps(replays, steps, 1), len(calls)
 

@@ -58,7 +58,7 @@ def step(config: Config, batch: Batch) -> Recorded:
     recorded: Any = Recorded({name: load_phase(config, name) for name in column_phases(config, plan).train})
     splits = split_minibatches(config, batch)
     parts: Any = dict.fromkeys(("train", "stop", "log", "thread"))
-    trainer = PolicyTrainer(config, plan, replays=recorded, **parts)
+    trainer = PolicyTrainer(config, plan, replays=recorded, media=False, **parts)
     trainer.compute_columns(batch, splits, 1)
     trainer.submit_steps(batch, 1, splits)
     return recorded  # type: ignore[no-any-return]

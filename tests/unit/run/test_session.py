@@ -98,7 +98,7 @@ def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pyt
 def test_a_run_takes_a_reference_policy_only_for_a_penalty(penalty: float, kept: bool) -> None:
     config = configuration(penalty=penalty)
     parts: Any = {name: MagicMock() for name in ("replays", "train", "stop", "log", "thread")}
-    PolicyTrainer(config, RunPlan.of(config), **parts).start()
+    PolicyTrainer(config, RunPlan.of(config), media=False, **parts).start()
     called = [call.args[0] for call in parts["train"].call.call_args_list]
     assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
     assert parts["replays"].hold.called
