@@ -33,7 +33,7 @@ def check_settings(config: Config, plan: RunPlan) -> None:
     if plan.generates:
         _check_lengths(config.policy, generation_config(config))
     _check_batches(config, plan)
-    _check_rewards(config)
+    _check_rewards(config, plan)
     if plan.generates:
         _check_samples(config, plan)
         _check_drafter(config, generation_config(config))
@@ -109,9 +109,9 @@ def _check_batch(config: Config, plan: RunPlan, dp: int) -> None:
         )
 
 
-def _check_rewards(config: Config) -> None:
+def _check_rewards(config: Config, plan: RunPlan) -> None:
     reward, tasks = config.reward, config.data.mixture
-    if reward.function is None and not reward.functions and not config.environment.enabled:
+    if plan.generates and reward.function is None and not reward.functions and not config.environment.enabled:
         raise ConfigError("reward.function is null, and there is no environment to give rewards; set one of them")
     for name, function in reward.functions.items():
         for task in function.tasks or ():

@@ -15,11 +15,14 @@ from dagrl.config.file import load_config
 from dagrl.config.roles import TRAIN
 from dagrl.errors import ConfigError
 from dagrl.files import require_writable
+from dagrl.imports import load_class
 from dagrl.run.checkpoint_store import load_checkpoint_directory
 from dagrl.run.checkpoints import load_role
 from dagrl.run.fleet import single_group
 from dagrl.run.model import load_tokenizer, save_tokenizer
 from dagrl.run.start import with_absolute_paths
+from dagrl.run.worker_protocols import HuggingFaceExporter
+from dagrl.runtime.worker import check_worker_class
 
 SIZES = (
     "data_parallel",
@@ -57,6 +60,7 @@ def export(source: Path, target: Path, overrides: Sequence[str]) -> None:
         )
     checkpoint = load_checkpoint_directory(source.absolute())
     config = load_config(saved, [*ONE_WORKER, *overrides])
+    check_worker_class(load_class(config.policy.worker, "policy.worker"), (HuggingFaceExporter,), (), "policy.worker")
     model = saved.with_name("init_model") if config.policy.random_init is not None else Path(str(config.policy.model_name))
     tokenizer = load_tokenizer(config.policy)
     with single_group(with_absolute_paths(config, model), TRAIN) as group:

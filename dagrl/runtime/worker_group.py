@@ -163,7 +163,7 @@ class WorkerGroup:
             if (other := rank_of.setdefault(actor._actor_id, rank)) != rank:
                 raise LayoutError(f"ranks {other} and {rank} of role {role!r} are the same actor; give each rank its own")
         methods = {
-            name: inspect.Signature([parameter for parameter in parameters if parameter.name != "self"])
+            name: inspect.Signature([one for one in parameters if one.name not in ("self", "_ray_trace_ctx")])
             for name, parameters in handles[0]._ray_method_signatures.items()
             if not name.startswith("__")
         }
