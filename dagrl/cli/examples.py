@@ -11,8 +11,8 @@ from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-DATA = re.compile(re.escape(CONFIG_DIR) + r"/([\w./-]+)")
-"""A file, or a directory of files, that an example reads from its own directory."""
+DATA = re.compile(rf"(?:{re.escape(CONFIG_DIR)}/|data\.path=(?=data/))([\w./-]+)")
+"""A file, or a directory of files, that an example or its command reads from its own directory."""
 
 
 def list_examples() -> str:

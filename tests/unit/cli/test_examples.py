@@ -38,6 +38,11 @@ def test_a_copy_finds_its_data_from_another_directory(tmp_path: Path, monkeypatc
     assert path is not None and Path(path).samefile(tmp_path / "data" / "arithmetic.jsonl")
 
 
+def test_a_program_is_copied_with_the_data_of_its_command(tmp_path: Path) -> None:
+    assert main(["examples", "kto", "-o", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.rglob("*.*")} == {"kto.py", "judged.jsonl"}
+
+
 def test_existing_files_are_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
