@@ -36,7 +36,7 @@ def config_of(model: Path, policy: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("model", "first", "others"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in ("sharded", "bfloat16")))
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "experts"))
         for name, case in zip(("tied", "sharded", "experts", "bfloat16"), CASES, strict=True)
     ],
 )

@@ -96,6 +96,7 @@ SLOW = {
     "qwen3_moe-cp2ep2",
     "qwen3_moe-dp2ep2-sharded",
     "mixtral-single",
+    "qwen3_moe-tp2cp2ep2-packed",
     "mixtral-dp2tp2ep2",
 }
 """Cases whose parts others in CI have too."""

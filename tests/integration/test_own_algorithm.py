@@ -20,6 +20,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 def test_an_algorithm_trains_from_the_command_line(tmp_path: Path) -> None:
     config = configuration(tmp_path, "own", grpo={"max_num_steps": 8, "async_grpo": ASYNC})
     path = tmp_path / "config.yaml"

@@ -75,7 +75,7 @@ CASES = [
     for tp in (1, 2)
     for name, layout in layouts.items()
 ]
-IN_CI = {"qwen3-cp2-to-tp2", "qwen3-pp2vpp2-to-tp2", "qwen3_tied-pp2-to-tp2", "glm4_moe-dp2ep2-to-tp2"}
+IN_CI = {"qwen3-cp2-to-tp2", "qwen3-pp2vpp2-to-tp2", "glm4_moe-dp2ep2-to-tp2"}
 """Cases with the parts of the others. The quickstart (test_main_job.py) has one from dp2 to tp1."""
 
 

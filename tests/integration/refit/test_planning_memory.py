@@ -10,7 +10,7 @@ import pytest
 
 from dagrl.bench.refit_mappings import LARGEST, RefitMapping
 from dagrl.refit.plan.planner import BUCKET_BYTES
-from tests.integration.refit.test_table import marked, parameters
+from tests.integration.refit.test_table import parameters
 
 PROGRAM = """
 import json, resource, sys
@@ -26,7 +26,8 @@ print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0]
 """
 
 
-@pytest.mark.parametrize("row", marked(LARGEST, LARGEST[-1].__eq__), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", LARGEST, ids=str)
 def test_the_largest_models_are_planned_in_little_memory(row: RefitMapping) -> None:
     """With description, hosts, summary and the parts of two ranks, in its own process. `bench refit --plan` measures it."""
     command = [sys.executable, "-c", PROGRAM, str(row)]

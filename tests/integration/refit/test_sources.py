@@ -7,6 +7,7 @@ from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -72,6 +73,7 @@ def check_fsdp_with_tensor_parallel() -> None:
         assert (held == (2 if name.startswith("norm") else 1)).all(), name
 
 
+@pytest.mark.slow  # test_image_runs.py refits from DTensors too
 def test_dtensors_on_real_meshes(tmp_path: Path) -> None:
     import torch.multiprocessing as mp
 

@@ -80,7 +80,18 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("recipe", ["sft", "stories", "gsm8k", "dpo", "distill", "ppo", "tool", "agent"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "sft",
+        "stories",
+        "gsm8k",
+        "dpo",
+        "ppo",
+        "tool",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("distill", "agent")),
+    ],
+)
 def test_recipes_of_gemma3_pass_all_checks(
     recipe: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

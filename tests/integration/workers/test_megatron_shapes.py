@@ -16,7 +16,10 @@ WITHOUT_COLLECTIONS = "import gc, runpy, sys; gc.disable(); runpy.run_module(sys
 
 @pytest.mark.parametrize(
     ("module", "count"),
-    [("megatron_shapes", len(REAL_CASES) + COMPUTED), ("megatron_te_shapes", len(TE_CASES))],
+    [
+        ("megatron_shapes", len(REAL_CASES) + COMPUTED),
+        pytest.param("megatron_te_shapes", len(TE_CASES), marks=pytest.mark.slow),
+    ],
 )
 def test_names_shapes_and_elements_match_megatron_core(module: str, count: int) -> None:
     """All ranks of several layouts, built one after the other in one process over torch's fake process group.
