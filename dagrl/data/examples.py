@@ -405,10 +405,8 @@ def judged_of(content: Mapping[str, Json], source: str, config: DataConfig) -> E
     """Returns the example of a row with a prompt, one answer, and a label that says whether it is desirable."""
     if config.response_key is None:
         raise DataError(f"{source}: data.response_key is null; expected: the column of the answers")
-    answer, label = (
-        _answer_of(content, config.response_key, "data.response_key", source, config),
-        content.get(config.label_key),
-    )
+    answer = _answer_of(content, config.response_key, "data.response_key", source, config)
+    label = content.get(config.label_key)
     if (desirable := _LABELS.get(str(label).lower())) is None:
         raise DataError(
             f"{source}: {config.label_key!r} is {label!r:.60}; expected: true or false. Set data.label_key to the column "

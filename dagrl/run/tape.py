@@ -120,7 +120,7 @@ def write_tape(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def read_tape(path: Path) -> tuple[dict[str, str], list[Entry]]:
-    """Returns the versions and the entries. Raises ConfigError for a file that is no tape of this release."""
+    """Returns the versions and the entries. Raises ConfigError unless the file is a tape in this format."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         if content["format"] != FORMAT:

@@ -76,7 +76,8 @@ CASES = [
     for name, layout in layouts.items()
 ]
 IN_CI = {"qwen3-cp2-to-tp2", "qwen3-pp2vpp2-to-tp2", "glm4_moe-dp2ep2-to-tp2"}
-"""Cases with the parts of the others. The quickstart (test_main_job.py) has one from dp2 to tp1."""
+"""Cases with the parts of the others. The quickstart (test_main_job.py) has one from dp2 to tp1, and test_megatron_refit.py
+tied embeddings."""
 
 
 class TrainActor(MegatronWorker):

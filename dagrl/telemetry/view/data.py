@@ -110,7 +110,7 @@ class RunView:
         raise IndexError(f"row {row} of step {step}")
 
     def medium(self, name: str) -> bytes:
-        """Returns the file of an image. Raises KeyError for a name that no image has, and OSError without the file."""
+        """Returns the file of an image. Raises KeyError for what is no such name, and FileNotFoundError without the file."""
         if not MEDIUM.fullmatch(name):
             raise KeyError(name)
         return (self.directory / "media" / name).read_bytes()

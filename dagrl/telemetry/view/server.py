@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             answer = _answer(self.server.runs, url.path.removeprefix("/api/"), dict(parse_qsl(url.query)))
-        except (KeyError, IndexError, ValueError, OSError) as error:
+        except (KeyError, IndexError, ValueError, FileNotFoundError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}")
             return
         if isinstance(answer, bytes):

@@ -6,10 +6,12 @@ the tensors of an image, once for all requests that have it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from dagrl.data.media import name_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,7 +41,7 @@ class EngineMedia:
     def __init__(self, engine: LLMEngine, open_image: Callable[[int], Image]) -> None:
         self._processor: Any = engine.renderer.get_mm_processor()
         self._open_image = open_image
-        self._items: OrderedDict[int, Any] = OrderedDict()
+        self._item = lru_cache(KEPT)(self._make_item)
 
     def input(self, tokens: Sequence[int], media: Sequence[int], cache_salt: str) -> Any:
         """Returns the engine's input of `tokens`, of which those with an id in `media` stand for that image."""
@@ -55,21 +57,16 @@ class EngineMedia:
         return mm_input(
             list(tokens),
             MultiModalKwargsItems({"image": [self._item(medium) for medium in ids]}),
-            {"image": [f"{medium:016x}" for medium in ids]},
+            {"image": [name_of(medium) for medium in ids]},
             {"image": places},
             cache_salt=cache_salt,
         )
 
-    def _item(self, medium: int) -> Any:
+    def _make_item(self, medium: int) -> Any:
         """Returns the model's tensors of an image."""
-        if medium not in self._items:
-            from vllm.multimodal.processing.context import TimingContext
-            from vllm.multimodal.processing.inputs import ProcessorInputs
+        from vllm.multimodal.processing.context import TimingContext
+        from vllm.multimodal.processing.inputs import ProcessorInputs
 
-            images = self._processor.info.parse_mm_data({"image": [self._open_image(medium)]})
-            made = self._processor._apply_hf_processor(ProcessorInputs([], images), TimingContext(enabled=False))
-            self._items[medium] = made.kwargs["image"][0]
-            if len(self._items) > KEPT:
-                self._items.popitem(last=False)
-        self._items.move_to_end(medium)
-        return self._items[medium]
+        images = self._processor.info.parse_mm_data({"image": [self._open_image(medium)]})
+        made = self._processor._apply_hf_processor(ProcessorInputs([], images), TimingContext(enabled=False))
+        return made.kwargs["image"][0]

@@ -73,7 +73,7 @@ def check_fsdp_with_tensor_parallel() -> None:
         assert (held == (2 if name.startswith("norm") else 1)).all(), name
 
 
-@pytest.mark.slow  # test_image_runs.py refits from DTensors too
+@pytest.mark.slow  # test_fsdp_lora.py has DTensors of two ranks too
 def test_dtensors_on_real_meshes(tmp_path: Path) -> None:
     import torch.multiprocessing as mp
 
