@@ -7,7 +7,9 @@ sampled; the sampled tokens stay as they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import takewhile
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 class TurnEnd:
     """The end of a turn of the policy: the `text` that the template writes, and the tokens of which one ends generation.
 
-    `after` is what the template adds after the end. `text` is empty if the next turn's opening ends a turn, as GLM's does.
+    `after` is what the template adds after the end. `text` is empty if the next turn's opening ends a turn, as GLM's does;
+    some templates write it only once others follow (Apriel).
     `tokens` is empty if no single token ends a turn.
     """
 
@@ -98,6 +101,8 @@ class Chat:
         if not written or (ours.ids[written[-1]] not in added and last[ours.start(written[-1] + 1) :].strip()):
             # Nothing ends all turns alike. The last one may have an end of its own (gpt-oss).
             written = [number for number in _written(last, ours, start, len(ours.ids)) if ours.ids[number] in added]
+        if not written and (middle := self._middle_end) and (token := self.encoder.ids(middle)[-1]) in added:
+            return TurnEnd(middle, "", (token,))
         if not written:
             return TurnEnd("", last[len(ANSWER) :] if last[len(ANSWER) :].strip() else "", self._openings())
         place = ours.start(written[-1] + 1)
@@ -109,10 +114,22 @@ class Chat:
         return TurnEnd(text, after, tuple(dict.fromkeys(tokens)))
 
     @cached_property
+    def _middle_end(self) -> str:
+        """What the template writes between a turn and a question besides that which also opens the first question."""
+        question = [{"role": "user", "content": QUESTION}]
+        following, first = (text.partition(QUESTION)[0] for text in (self._tail(question), self._first(question)))
+        (encoded,) = self.encoder.encode([following])
+        return following[: encoded.start(encoded.index(len(following) - shared(following[::-1], first[::-1])))]
+
+    def _first(self, messages: Messages) -> str:
+        """Returns the text of a conversation, with tools if it takes none without; empty if the template rejects it."""
+        return self._formats[0].shown(messages) or self._formats[1].shown(messages)
+
+    @cached_property
     def _openers(self) -> frozenset[int]:
         """The added token that conversations begin with, which ends no turn: some templates always open the next one."""
         known = {self.tokenizer.bos_token_id, self.tokenizer.eos_token_id}
-        tokens = self.encoder.ids(self._formats[0].shown([{"role": "user", "content": QUESTION}]))
+        tokens = self.encoder.ids(self._first([{"role": "user", "content": QUESTION}]))
         return self.encoder.added.intersection([token for token in tokens if token not in known][:1])
 
     @cached_property
@@ -124,6 +141,21 @@ class Chat:
     def endings(self) -> list[str]:
         """The texts that end a turn: the template's, and those of its tokens."""
         return [text for text in (self.end.text, *(self.encoder.decode([token]) for token in self.end.tokens)) if text]
+
+    @cached_property
+    def _end_tokens(self) -> tuple[str, ...]:
+        """The texts of the added tokens that end a turn."""
+        return tuple(self.encoder.decode([token]) for token in self.end.tokens if token in self.encoder.added)
+
+    def last_end(self, text: str) -> int:
+        """Returns where the last turn of a text ends. White space after a token that ends generation is no part of it."""
+        text = text.removesuffix(self.end.after)
+        return len(text.rstrip() if text.rstrip().endswith(self._end_tokens) else text)
+
+    def with_end(self, text: str, place: int) -> int:
+        """Returns where a turn ends of which the text ends at `place`: after the end that only turns before others have."""
+        ended = not text.startswith(self.end.text, place) or text.endswith(tuple(self.endings), 0, place)
+        return place if ended else place + len(self.end.text)
 
     @cached_property
     def _openings_of_results(self) -> frozenset[int]:
@@ -164,14 +196,33 @@ class Chat:
     def content_start(
         self, before: Messages, rendered: str, tools: Sequence[Json] = (), after: Messages = (), **variables: Any
     ) -> int:
-        """Returns where the text of the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt.
+        """Returns where the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt: where it
+        differs from that, or with its text, if the messages before it are also written otherwise.
 
         Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
         """
         turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
-        texts = (self.render([*before, turn, *after], tools, opened=False, **variables) for turn in turns)
-        start = shared(rendered, *texts)
-        return len(rendered[:start].rstrip(" "))  # the tokens of words may begin with it
+        content = shared(
+            rendered, *(self.render([*before, turn, *after], tools, opened=False, **variables) for turn in turns)
+        )
+        prompt = self.render(before, tools, opened=True, **variables) if before else rendered[:content]
+        opening, content = (self._whole(rendered, place) for place in (shared(rendered, prompt), content))
+        if opening >= content:
+            return opening
+        between = rendered[opening:content]
+        texts = [token for token in self.encoder.ids(between) if token not in self.encoder.added]
+        return content if self.encoder.decode(texts).strip() or prompt.endswith(between) else opening
+
+    def _whole(self, text: str, place: int) -> int:
+        """Returns the place, or where the token or the tag starts that it is inside of; a space before it is a word's."""
+        place = len(text[:place].rstrip(" "))
+        first = max(0, place - 2 * self.encoder.longest)
+        (encoded,) = self.encoder.encode([text[first : place + self.encoder.longest]])
+        number = encoded.index(place - first)
+        if not self.encoder.is_cut(encoded, place - first):
+            return first + encoded.start(number - 1)
+        tag = re.search(r"[<\[][^<>\[\]\s]*\Z", text[first:place])
+        return place if tag is None or encoded.ids[number - 1] in self.encoder.added else first + tag.start()
 
     def reply_text(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:
         """Returns what the template writes after the end of a turn: `messages`, and the opening of the next turn."""
@@ -239,21 +290,59 @@ class Chat:
                 if not calls:
                     raise
         answers = alone.count(ANSWER)
-        ended = alone.rpartition(ANSWER)[2].removesuffix(self.end.after)
+        ended = self._to_end(alone.rpartition(ANSWER)[2])
         start = len(ANSWER.join([*whole.split(ANSWER)[:answers], ""])) if answers else 0
-        after = start + len(ended)
         if whole.startswith(ended, start):
-            text = next((text for text in self.endings if ended.endswith(text)), "")
-            end = after - len(text)
-            return whole, end, end if self._openings_of_results.intersection(self.encoder.ids(text)) else after
-        # A turn in the middle ends otherwise: with as many tokens, or with fewer before those that open the next turn.
+            after = start + len(ended)
+        else:
+            asked = [*before, {**messages[0], "content": QUESTION}, *messages[1:]]  # which no end has
+            content = self.render(asked, tools, opened=True, **variables).find(QUESTION, start)
+            after = self._kept_end(whole[start : content if content >= 0 else None], ended)
+            if after < 0:
+                return whole, *self._other_end(whole, start, content, ended)
+            after += start
+        after = self.with_end(whole, after)
+        text = next((text for text in self.endings if whole.endswith(text, start, after)), "")
+        end = after - len(text)
+        return whole, end, end if self._openings_of_results.intersection(self.encoder.ids(text)) else after
+
+    def _to_end(self, text: str) -> str:
+        """Returns the rest of a last turn up to its end."""
+        text = text.removesuffix(self.end.after)
+        places = [place + len(end) for end in self._end_tokens if (place := text.find(end)) >= 0]
+        return text[: min(places)] if places else text
+
+    def _kept_end(self, text: str, ended: str) -> int:
+        """Returns where the end of `ended` ends in `text`, or -1: what precedes it may be other text (Apriel's calls).
+
+        The longest part counts, of whole words and of an added token that it ends with.
+        """
+        last = self.encoder.ids(ended)[-1:]
+        least = len(self.encoder.decode(last)) if self.encoder.added.issuperset(last) else 1
+        for first in range(max(0, len(ended) - least + 1)):
+            part = ended[first:]
+            if re.match(r"\W*\w", part) and not re.match(r"\w\w", ended[max(0, first - 1) :]) and part in text:
+                return text.index(part) + len(part)
+        return -1
+
+    def _other_end(self, whole: str, start: int, content: int, ended: str) -> tuple[int, int]:
+        """Returns where a turn ends whose end is another one if others follow: as many tokens, or fewer before those that
+        open the next turn.
+        """
         (encoded,) = self.encoder.encode([whole[: start + (len(ended) + 1) * self.encoder.longest]])
-        number = encoded.index(start)
-        ends = encoded.ids[number : number + len(self.encoder.ids(ended))]
-        after = encoded.start(number + len([*takewhile(lambda token: token not in self._openers, ends)]))
-        content = whole.find(str(messages[0].get("content") or ANSWER).strip(), start)
+        number, own = encoded.index(start), self.encoder.ids(ended)
+        ends = encoded.ids[number : number + len(own)]
+        same = shared(ends, own)
+        kept = len([*takewhile(lambda token: token not in self._openers, ends)])
+        others = [token for token in own[same:] if self.encoder.decode([token]).strip()]
+        if kept > same and not self.encoder.added.issuperset(others):
+            raise ValueError(
+                f"it ends a turn with {ended!r}, and writes that otherwise if others follow, where no end was found; use "
+                "one that writes turns alike (policy.tokenizer.chat_template)"
+            )
+        end, after = (encoded.start(number + count) for count in (min(same, kept), kept))
         opened = content < 0 or whole[after : max(content, after)].strip()
-        return whole, start, after if opened else start
+        return end, after if opened else end
 
     def _openings(self) -> tuple[int, ...]:
         """Returns the tokens that open what may follow a turn: a question, or the results of calls."""
@@ -267,11 +356,11 @@ class Chat:
 
     def _tail(self, messages: Messages, *, calls: int = 0) -> str:
         """Returns what follows the text of a turn, or that of its last call: `messages`, or the end of the conversation."""
-        try:
-            text = self.render([*exchange([("f", None)] * calls), *messages], opened=bool(messages))
-        except Exception:  # a template without tools, or for one turn
-            return ""
-        return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+        for tools in ((), [TOOL]):
+            with suppress(Exception):  # a template without tools, for tools alone, or for one turn
+                text = self.render([*exchange([("f", None)] * calls), *messages], tools, opened=bool(messages))
+                return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+        return ""
 
     def _turns(self, messages: Messages, tools: Sequence[Json]) -> list[dict[str, Any]]:
         return self._formats[bool(tools)].turns(messages)

@@ -42,7 +42,8 @@ class _CallStyle:
     as_text: bool
 
 
-_STYLES = [_CallStyle(content, as_text) for as_text in (False, True) for content in ({}, {"content": ""}, {"content": None})]
+_STYLES = [_CallStyle(content, as_text) for as_text in (False, True) for content in ({"content": None}, {}, {"content": ""})]
+"""OpenAI's own content first: null."""
 
 
 class MessageFormat:
@@ -127,14 +128,20 @@ class MessageFormat:
 
     @cached_property
     def _call_style(self) -> _CallStyle | None:
-        """The style in which the template writes a call, and not as Python shows it; None if it writes none."""
+        """The style in which the template writes a call, and not as Python shows it; None if it writes none.
+
+        It is one that the template also takes before a result, if there is any.
+        """
         question, answer = exchange([("f", None)])
-        texts = []
-        for style in _STYLES:
+        result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
+        found = []
+        for place, style in enumerate(_STYLES):
             calls = [_styled(call, as_text=style.as_text) for call in answer["tool_calls"]]
-            texts.append(self._shown([self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]))
-        found = [(text.count("None") + text.count("{'"), place) for place, text in enumerate(texts) if ANSWER in text]
-        return _STYLES[min(found)[1]] if found else None
+            turns = [self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]
+            text, followed = self._shown(turns), self._shown([*turns, self._turn(result)])
+            if ANSWER in text:
+                found.append((not followed, text.count("None") + text.count("{'"), place))
+        return _STYLES[min(found)[-1]] if found else None
 
 
 def exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 DIFFERENCES = {
     "opened": "the chat template writes the start of a turn otherwise in its prompt, with a thought that it leaves out "
-    "later, or a system prompt that it moves; there the loss begins with the turn's own text",
+    "later, or a system prompt that it moves; there the loss begins where the turn differs from it, or with the turn's text",
     "joined": "the tokenizer joins the end of a prompt and the start of a turn in one token, such as two newlines, which "
     "generation does not; there the loss begins after it",
     "left out": "the chat template leaves out texts of turns that are learned, such as thoughts",
@@ -463,7 +463,7 @@ def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
                 "cannot teach all turns; set data.assistant_turns=each or last, or use a template that only appends or has "
                 "{% generation %} blocks (policy.tokenizer.chat_template)"
             )
-    learned = [(turn.start, turn.end) for turn in turns]
+    learned = [(turn.start, chat.with_end(whole, turn.end)) for turn in turns]
     differences = frozenset(chain.from_iterable(turn.differences for turn in turns))
     return _Whole(example, whole, learned, _calls(example.messages[ends[-1] - 1]), differences, ends[-1])
 
@@ -482,7 +482,7 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     """Finds the assistant turn that ends with message `count`."""
     before, message = _turns(example.messages[: count - 1]), example.messages[count - 1]
     text = _render(chat, _turns(example.messages[:count]), example, opened=False)
-    end = len(text.removesuffix(chat.end.after))
+    end = chat.last_end(text)
     prompt = _render(chat, before, example, opened=True) if before else None
     alike = prompt is not None and text.startswith(prompt)
     if prompt and alike:

@@ -360,6 +360,56 @@ VICUNA = (
     "{{ eos_token }}{% else %}{{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
+_APRIEL_CALLS = (
+    "{% if m.tool_calls %}{% set last = loop.last %}{{ '\n' }}<tool_calls>[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}{{ \', "id": "\' + c.id + \'"\' if not last }}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]</tool_calls>{% endif %}"
+)
+APRIEL = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content or '' }}"
+    + _APRIEL_CALLS
+    + "{{ '\n' }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+APRIEL16 = (
+    "<|system|>\nReason.\n{% for m in messages %}<|{{ m.role }}|>\n{{ m.content or '' }}"
+    + _APRIEL_CALLS
+    + "{{ '\n' if m.role != 'assistant' else '\n<|end|>\n' if not loop.last }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+APERTUS = (
+    "<|system_start|>Be brief.<|system_end|>{% for m in messages %}{% if m.role == 'user' and not loop.first %}<|assistant_end|>{% endif %}"
+    "{{ '<|' + m.role + '_start|>' if m.role != 'tool' }}{{ m.content or '' }}{{ '<|user_end|>' if m.role == 'user' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant_start|>{% endif %}"
+)
+COMMAND_R = (
+    "{{ bos_token }}{% for m in messages %}<|START|><|{{ {'assistant': 'CHATBOT', 'user': 'USER'}.get(m.role, 'SYSTEM') }}|>"
+    "{% if m.tool_calls %}Action:\n{{ m.tool_calls[0].function | tojson }}\n```\n{% elif m.role == 'tool' %}<results>\n{{ m.content }}"
+    "</results><|END_OF_TURN|>{% else %}{{ m.content }}<|END_OF_TURN|>{% endif %}{% endfor %}<|START|><|SYSTEM|>Write {{ tools | length }} actions."
+    "<|END_OF_TURN|>{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}"
+)
+COMMAND_MOE = (
+    "{{ bos_token }}{% for m in messages %}<|START|><|{{ {'assistant': 'CHATBOT', 'user': 'USER'}.get(m.role, 'SYSTEM') }}|>"
+    "{% if m.tool_calls %}"
+    + _calls("<|START_ACTION|>", "<|END_ACTION|>")
+    + "{% elif m.role == 'assistant' %}<|START_TEXT|>{{ m.content }}<|END_TEXT|>{% else %}{{ m.content }}{% endif %}<|END_OF_TURN|>"
+    "{% endfor %}{% if add_generation_prompt %}<|START|><|CHATBOT|><|START_THINKING|><|END_THINKING|>{% endif %}"
+)
+NEMOTRON_NANO = (
+    "{% for m in messages %}<SPECIAL_11>{{ m.role }}\n{{ '<think>\n' if m.role == 'assistant' and loop.last and not m.tool_calls }}"
+    "{{ m.content or '' }}"
+    + _calls("<TOOLCALL>[", "]</TOOLCALL>")
+    + "{{ '<SPECIAL_12>\n\n' if m.tool_calls and loop.last else '\n<SPECIAL_12>\n' if m.role == 'assistant' else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<SPECIAL_11>assistant\n<think>\n{% endif %}"
+)
+R1_DISTILL_QWEN = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% endif %}"
+    "{% if m.tool_calls %}<|Assistant|>{% for c in m.tool_calls %}<|tool_call|>{{ c.function | tojson }}<|tool_call_end|>{% endfor %}"
+    "{{ eos_token }}{% endif %}{% if m.role == 'assistant' and m.content is not none %}<|Assistant|>{{ m.content + eos_token }}{% endif %}"
+    "{% if m.role == 'tool' %}<|tool_output|>{{ m.content }}<|tool_output_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|>{% endif %}"
+)
+QWQ = CHATML.replace("{{ m.content or '' }}", "{{ m.content.strip() if not loop.last else m.content or '' }}")
+
 IM_END = "<|im_end|>"
 KINDS = (
     Kind("Qwen2.5", "nfc", IM_END, CHATML, CHATML_TOKENS),
@@ -454,3 +504,49 @@ KINDS = (
         eos="</s>",
     ),
 )
+
+_APRIEL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+_NANO_TOKENS = ("<SPECIAL_11>", "<SPECIAL_12>")
+TWO_WAYS = {
+    kind.name: kind
+    for kind in (
+        Kind("Apriel-1.5", "tiktoken", "<|end|>", APRIEL, _APRIEL_TOKENS, eos="<|end|>"),
+        Kind("Apriel-1.5, another EOS", "gpt2", "<|end|>", APRIEL, _APRIEL_TOKENS),
+        Kind("Apriel-1.6", "tiktoken", "<|end|>", APRIEL16, _APRIEL_TOKENS, eos="<|end|>", writes_end=False),
+        Kind("Apriel-1.6, another EOS", "tiktoken", "<|end|>", APRIEL16, _APRIEL_TOKENS, writes_end=False),
+        Kind(
+            "Apertus",
+            "gpt2",
+            "<|assistant_end|>",
+            APERTUS,
+            tuple(f"<|{role}_{edge}|>" for role in ("system", "user", "assistant") for edge in ("start", "end")),
+            eos="<|assistant_end|>",
+            tools=False,
+            writes_end=False,
+        ),
+        Kind("Command R+", "gpt2", "<|END_OF_TURN|>", COMMAND_R, COMMAND_TOKENS, bos="<BOS>", eos="<|END_OF_TURN|>"),
+        Kind(
+            "Command MoE",
+            "gpt2",
+            "<|END_OF_TURN|>",
+            COMMAND_MOE,
+            (
+                *COMMAND_TOKENS,
+                *(f"<|{edge}_{part}|>" for edge in ("START", "END") for part in ("ACTION", "TEXT", "THINKING")),
+            ),
+            bos="<BOS>",
+        ),
+        Kind("Nemotron Nano", "gpt2", "<SPECIAL_12>", NEMOTRON_NANO, _NANO_TOKENS, eos="<SPECIAL_12>"),
+        Kind(
+            "Nemotron Nano, tags of tokens",
+            "gpt2",
+            "<SPECIAL_12>",
+            NEMOTRON_NANO,
+            (*_NANO_TOKENS, "<TOOLCALL>", "</TOOLCALL>"),
+            eos="<SPECIAL_12>",
+        ),
+        Kind("R1-Distill-Qwen", "gpt2", "<|end|>", R1_DISTILL_QWEN, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
+        Kind("QwQ", "nfc", IM_END, QWQ, CHATML_TOKENS),
+    )
+}
+"""Templates that write a turn, or how it begins, in two ways: with calls and without, or last and before others."""

@@ -32,7 +32,7 @@ from dagrl.rl.agents.protocol import ChatBody
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
 from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
-from tests.unit.data.published import CHATML, KINDS, MISTRAL1, Kind, tokenizer_of
+from tests.unit.data.published import CHATML, KINDS, MISTRAL1, TWO_WAYS, Kind, tokenizer_of
 
 TEXTS = {
     "one": ["hello", "and it"],
@@ -209,6 +209,107 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
     assert chat.reply([*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000) == [*opening, *rest]
     if kind.writes_end:
         assert chat.reply(turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
+
+
+CALLING = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "closing", "end"),
+    [
+        ("Apriel-1.5", 1, "]</tool_calls>", "\n<|end|>"),
+        ("Apriel-1.5", 2, "]</tool_calls>", "\n<|end|>"),
+        ("Apriel-1.5, another EOS", 2, "]</tool_calls>", "\n<|end|>"),
+        ("Apriel-1.6", 1, "]</tool_calls>", "\n<|end|>"),
+        ("Apriel-1.6", 2, "]</tool_calls>", "\n<|end|>"),
+        ("Apriel-1.6, another EOS", 1, "]</tool_calls>", "\n<|end|>"),
+        ("Command R+", 1, "\n```\n", ""),
+        ("Nemotron Nano", 1, "]</TOOLCALL>", "\n<SPECIAL_12>"),
+        ("Nemotron Nano, tags of tokens", 2, "]</TOOLCALL>", "\n<SPECIAL_12>"),
+    ],
+)
+def test_a_turn_that_is_written_otherwise_before_others_is_not_repeated(
+    name: str, calls: int, closing: str, end: str
+) -> None:
+    """Truth: what transformers' text of the conversation has after the last call and the end."""
+    kind = TWO_WAYS[name]
+    tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
+    made = CALLS[:calls]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "it is 5"} for call in made]
+    turns = [CALLING[0], {**CALLING[1], "tool_calls": made}]
+    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer)
+    (turn,) = parts(row)
+    if not end:  # the template writes none, but an instruction that is always the last message
+        turn.append(tokenizer.eos_token_id)
+    assert is_end(kind, turn[-1]) and not any(is_end(kind, token) for token in turn[:-1])
+    whole = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True))
+    before, _, after = whole.rpartition(closing)
+    assert before and after.startswith(end)
+    reply = chat.reply(turn, frozenset(), results, TOOLS, 1000)
+    assert tokenizer.decode(reply) == after.removeprefix(end)
+    assert tokenizer.decode(chat.reply([*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000)) == after.removeprefix(end)
+    results[0]["content"] = "}"  # as the call has
+    again = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True)).rpartition(closing)[2]
+    assert tokenizer.decode(chat.reply(turn, frozenset(), results, TOOLS, 1000)) == again.removeprefix(end)
+    results[0]["content"] = "it is 5"
+    ended = turn[: len(turn) - len(tokenizer(end)["input_ids"] if tokenizer.decode(turn).endswith(end) else turn[-1:])]
+    assert tokenizer.decode(chat.reply(ended, frozenset(), results, TOOLS, 1000)) == after, "a string ended it"
+
+
+def test_a_turn_whose_end_is_not_found_before_others_is_an_error() -> None:
+    kind = TWO_WAYS["Apriel-1.5"]
+    template = kind.template.replace("]</tool_calls>", "{{ ')stop' if last else ']</tool_calls>' }}").replace(
+        "{{ '\n' }}<|end|>\n{% endfor %}", "{{ '\n<|end|>\n' if not loop.last or not m.tool_calls }}{% endfor %}"
+    )
+    chat = chat_of(tokenizer_of(replace(kind, template=template)))
+    with pytest.raises(ValueError, match=r"it ends a turn with .*stop.* where no end was found"):
+        chat.reply_text([{"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "f", "content": "it is 5"}], TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "called", "learned"),
+    [
+        ("Command MoE", False, "<|START_TEXT|>and it<|END_TEXT|><|END_OF_TURN|>"),
+        ("Command MoE", True, '<|START_ACTION|>{"name": "f", "arguments": {"a": "x"}}<|END_ACTION|><|END_OF_TURN|>'),
+        ("Nemotron Nano", False, "and it\n<SPECIAL_12>"),
+        ("Nemotron Nano", True, '<TOOLCALL>[{"name": "f", "arguments": {"a": "x"}}]</TOOLCALL><SPECIAL_12>'),
+        ("Nemotron Nano, tags of tokens", True, '<TOOLCALL>[{"name": "f", "arguments": {"a": "x"}}]</TOOLCALL><SPECIAL_12>'),
+        ("R1-Distill-Qwen", True, '<|tool_call|>{"name": "f", "arguments": {"a": "x"}}<|tool_call_end|><|end|>'),
+        ("Apriel-1.6", False, "and it<|end|>"),
+        ("Command R+", True, 'Action:\n{"name": "f", "arguments": {"a": "x"}}\n```\n'),
+        ("Command R+", False, "and it<|END_OF_TURN|>"),
+    ],
+)
+def test_the_choice_of_a_call_or_a_text_is_learned(name: str, called: bool, learned: str) -> None:
+    kind = TWO_WAYS[name]
+    turns = CALLING if called else messages_of(TEXTS["one"])
+    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(kind))
+    assert row.tokens.tolist() == learned_truth(kind, turns, TOOLS)
+    assert [tokenizer_of(kind).decode(part) for part in parts(row)] == [learned]
+
+
+@pytest.mark.parametrize(("name", "content"), [("R1-Distill-Qwen", None), ("QwQ", "")])
+def test_a_call_has_a_content_that_the_template_takes_everywhere(name: str, content: str | None) -> None:
+    kind, result = TWO_WAYS[name], {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "it is 5"}
+    for call in ({"content": None}, {}, {"content": ""}):
+        turn = {"role": "assistant", "tool_calls": CALLS[:1], **call}
+        turns = [CALLING[0], turn, result, {"role": "assistant", "content": "and"}]
+        (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(kind))
+        assert row.tokens.tolist() == truth(kind, [turns[0], {**turn, "content": content}, *turns[2:]], TOOLS)
+        assert all(is_end(kind, part[-1]) and not any(is_end(kind, token) for token in part[:-1]) for part in parts(row))
+        assert len(parts(row)) == 2
+
+
+@pytest.mark.parametrize(("name", "end"), [("Apriel-1.6", "\n<|end|>"), ("Apertus", "<|assistant_end|>")])
+def test_turns_before_others_have_the_end_that_only_these_have(name: str, end: str) -> None:
+    kind, messages = TWO_WAYS[name], messages_of(TEXTS["one"] * 2)
+    tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
+    (row,) = encode_demonstrations([example_of(messages)], tokenizer)
+    assert [tokenizer.decode(part) for part in parts(row)] == [f"and it{end}", f"and it{end.strip()}"]
+    assert row.tokens.tolist() == learned_truth(kind, messages) and chat.end.text == end
+    after = tokenizer.decode(truth(kind, messages[:3], opened=True)).partition("and it")[2]
+    for turn, rest in ((parts(row)[0], after.removeprefix(end)), (parts(row)[1], after.removeprefix(end)), ([5], after)):
+        assert tokenizer.decode(chat.reply(turn, frozenset(), messages[2:3], (), 1000)) == rest
 
 
 @kinds
