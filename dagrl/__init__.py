@@ -83,6 +83,8 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+__all__ = sorted({*_MODULE_OF, *(name for name in globals() if name.endswith(("Error", "Failure")))})
+
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:

@@ -405,6 +405,11 @@ def judged_of(content: Mapping[str, Json], source: str, config: DataConfig) -> E
     """Returns the example of a row with a prompt, one answer, and a label that says whether it is desirable."""
     if config.response_key is None:
         raise DataError(f"{source}: data.response_key is null; expected: the column of the answers")
+    if config.chosen_key in content and config.response_key not in content:
+        raise DataError(
+            f"{source} has a pair, {config.chosen_key!r} and {config.rejected_key!r}, but the algorithm learns from single "
+            "answers (`unpaired`); expected: a row for each answer, with data.response_key and data.label_key"
+        )
     answer = _answer_of(content, config.response_key, "data.response_key", source, config)
     label = content.get(config.label_key)
     if (desirable := _LABELS.get(str(label).lower())) is None:

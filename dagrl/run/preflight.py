@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +42,13 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpus
-from dagrl.rl.algorithm import planned_algorithm
+from dagrl.rl.algorithm import KEY, columns_by_phase, planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores, is_unpaired
-from dagrl.rl.reward_trial import try_rewards
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
+from dagrl.rl.task_trial import try_environment, try_rewards
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
 from dagrl.run.cluster import check_ray_directory, gpus_here, gpus_per_worker
@@ -80,7 +81,7 @@ from dagrl.run.model import (
 from dagrl.run.plans import load_phase, run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
-from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.graph import Constant, Node, PhaseGraph
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import check_worker_class
 from dagrl.telemetry.metrics import VALIDATION
@@ -151,8 +152,9 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     if saving.enabled and saving.checkpoint_dir is not None:
         require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {saving.checkpoint_dir}")
     resumed = find_checkpoint(paths, resume=saving.resume) if checkpoints else None
-    trace_phases(config, plan, workers)
+    graphs = trace_phases(config, plan, workers)
     if plan.generates:
+        _check_columns(config, plan, graphs, workers)
         _check_rewards(config)
     _check_sets(config, plan)
     if plan.learns_from != "preferences":
@@ -179,6 +181,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     _check_metric(inputs, plan)
     if plan.generates:
         try_rewards(inputs.config, inputs.prompts, tokenizer)
+        try_environment(inputs.config, inputs.prompts, tokenizer)
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
@@ -300,6 +303,35 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
             f"phase in the `columns` of {config.algorithm}"
         )
     return graphs
+
+
+def _check_columns(config: Config, plan: RunPlan, graphs: Mapping[str, PhaseGraph], workers: Mapping[str, type]) -> None:
+    """Raises ConfigError for a column of the algorithm that its phase does not compute.
+
+    The attribute `columns` of a worker class says what its methods compute. The first step checks phases with other methods.
+    """
+    for phase, columns in columns_by_phase(planned_algorithm(plan)).items():
+        calls = [_columns_of(node, workers[node.worker.role]) for node in graphs[phase].nodes if node.method]
+        computed = list(dict.fromkeys(name for names in calls for name in names or ()))
+        if None not in calls and (missing := [name for name in columns if name not in computed]):
+            raise ConfigError(
+                f"{KEY}: {config.algorithm} takes the column {missing[0]!r} from the phase {phase}, which computes "
+                f"{' and '.join(computed) or 'none'}; name one of these, or pass the phase's worker another name"
+            )
+
+
+def _columns_of(node: Node, worker: type) -> tuple[str, ...] | None:
+    """Returns the columns that a node's call computes; None if the class that defines the method does not say it."""
+    says = next((base for base in worker.__mro__ if node.method in vars(base).get("columns", ())), None)
+    if node.kind == "spread" or says is None or getattr(says, node.method, None) is not getattr(worker, node.method):
+        return None
+    rules: Mapping[str, Callable[[Mapping[str, object]], tuple[str, ...]]] = vars(says)["columns"]
+    values = [argument.value if isinstance(argument, Constant) else None for argument in node.args]
+    positional = [None] if node.kind == "reduce" else values[: len(values) - len(node.keywords)]
+    named = dict.fromkeys(node.keywords) | dict(node.constants)
+    call = inspect.signature(getattr(worker, node.method)).bind(None, *positional, **named)  # without its self
+    call.apply_defaults()
+    return rules[node.method](call.arguments)
 
 
 def _check_metric(inputs: Inputs, plan: RunPlan) -> None:

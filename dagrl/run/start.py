@@ -414,4 +414,5 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         hang_floor_s=config.timeouts.hang_floor_s,
         grace_s=config.timeouts.grace_s,
         teardown_s=config.timeouts.teardown_s / 2,
+        section="timeouts",
     )

@@ -82,6 +82,7 @@ class PendingReplay:
     groups: Groups  # of the phase
     deadline: float  # `time.monotonic`
     grace_s: float  # time that other workers get to finish after one raised
+    section: str  # what has the deadlines' names, for errors
     hang_s: float = math.inf
     waiting: deque[int] = field(init=False)  # graphs without an outcome
     packets: dict[int, Packet] = field(default_factory=dict)  # by graph
@@ -227,9 +228,8 @@ def _late_error(replay: PendingReplay) -> PhaseError:
     """
     breaks = f"replay {replay.number} of phase {replay.phase!r} did not end in time"
     if replay.failures and not replay.broken:
-        breaks += (
-            f", which is timeouts.grace_s = {replay.grace_s:g} s after a worker raised, or its deadline if that is sooner"
-        )
+        grace = f"{replay.section}.grace_s = {replay.grace_s:g} s"
+        breaks += f", which is {grace} after a worker raised, or its deadline if that is sooner"
     running = replay.hung or {
         worker: report for worker, report in _reports(replay.groups, REPORT_S).items() if _runs(report, replay)
     }
@@ -241,11 +241,12 @@ def _late_error(replay: PendingReplay) -> PhaseError:
         return _broken_error(replay, replay.broken)
     hung = _kill_stuck(replay, running) or list(running)
     failures = [_hung(replay, worker, running[worker]) for worker in hung]
-    advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is slow."
+    section = replay.section
+    advice = f"The deadline is {section}.replay_s ({section}.warmup_s in a warm-up); raise it if the phase is slow."
     if replay.hung:
         advice = (
             f"It was under way for {replay.watch.waited_s:.0f} s, and counts as hung after {replay.hang_s:.0f} s, by "
-            "timeouts.hang_factor and hang_floor_s and the longest replay of the phase so far."
+            f"{section}.hang_factor and hang_floor_s and the longest replay of the phase so far."
         )
     elif not failures:
         advice = (
@@ -299,8 +300,9 @@ def _hung(replay: PendingReplay, worker: RoleRank, report: Report) -> WorkerFail
     role, rank = worker
     if report is DIED:
         return replay.failure(role, rank, "died", "its process ended")
+    node, since = (report.what, f"running for {report.running_s:.1f} s") if report.phase else ("", report.what)
     left = "" if replay.groups[role].owned else "; dagrl did not create it and leaves it running"
-    return replay.failure(role, rank, "hung", f"running {report.what}{left}", report.what, report.stack)
+    return replay.failure(role, rank, "hung", since + left, node, report.stack)
 
 
 def _others(groups: Groups) -> str:

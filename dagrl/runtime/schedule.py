@@ -35,7 +35,7 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, encoded, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.executors.base import Executor, GraphLimits
-from dagrl.runtime.executors.node import DIED
+from dagrl.runtime.executors.node import DIED, IDLE
 from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, replicas_per_graph
@@ -85,6 +85,7 @@ class SchedulerOptions:
     replays of a phase under way at once.
     `hang_factor`, `hang_floor_s`: a worker hangs if it runs a replay for that multiple of the longest one of its phase so
     far, and at least that long, or does not answer for as long. None: only the deadline `replay_s` counts.
+    `section`: what has these names, for errors.
     """
 
     executor: Literal["compiled", "eager"] = "compiled"
@@ -99,6 +100,7 @@ class SchedulerOptions:
     hang_floor_s: float = 10.0
     grace_s: float = 30.0
     teardown_s: float = 8.0
+    section: str = "SchedulerOptions"
 
     def limits(self, phase: str, input_bytes: int, result_bytes: int | None, room_key: str) -> GraphLimits:
         """Returns the limits of a phase's graphs; `room_key` says how the caller's own users set both sizes."""
@@ -288,7 +290,7 @@ class Scheduler:
 
     def _reset_tickets(self, roles: Iterable[str]) -> None:
         for role in roles:
-            deadline = Deadline(self.options.compile_s, "timeouts.compile_s")
+            deadline = Deadline(self.options.compile_s, f"{self.options.section}.compile_s")
             self.groups[role].reset_tickets(self._tickets.of(role), deadline)
 
     @property
@@ -402,6 +404,9 @@ class Scheduler:
         others, and replays of these under way, are left alone. Shards out of service (`WorkerGroup.out_of_service`) get no
         graph and no rows of a batch: phases run on their other shards. Returns the shards that were compiled again, by
         phase. Warm up before the next replay.
+
+        Actors that a group did not create are not killed: waits until they have left the failed replays, at most `grace_s`,
+        then raises DeadlineError.
         """
         with self._lock:
             roles = self._tickets.together(self.groups if roles is None else {*roles, *self.broken})
@@ -410,6 +415,7 @@ class Scheduler:
                 if len(roles) == len(self.groups):
                     self._executors.pop("eager", None)
                 self._reset_tickets(roles)
+                self._wait_for_own_actors([self.groups[role] for role in roles if not self.groups[role].owned])
                 compiled = self._compile_missing()
             except BaseException as error:  # some shards may have no graph
                 failed = PhaseError((), breaks=f"the graphs could not be recovered: {error}")
@@ -419,6 +425,20 @@ class Scheduler:
                 self._broken.pop(role, None)
         logger.info("compiled again, by phase and shard: %s", compiled or "nothing")
         return compiled
+
+    def _wait_for_own_actors(self, groups: Sequence[WorkerGroup]) -> None:
+        """Waits until actors that were not created here run nothing; raises DeadlineError if they go on."""
+        until = time.monotonic() + self.options.grace_s
+        for group in groups:
+            while busy := [(rank, one) for rank, one in group.reports(REPORT_S).items() if one not in (IDLE, DIED)]:
+                if time.monotonic() >= until:
+                    rank, one = busy[0]
+                    raise DeadlineError(
+                        f"actor {rank} of role {group.role.name!r} has not left a failed replay within "
+                        f"{self.options.section}.grace_s = {self.options.grace_s:g} s: {one.what}; recover again when it "
+                        "has returned, or end it and make a group of new actors"
+                    )
+                time.sleep(REST_POLL_S)
 
     def close(self) -> None:
         """Tears every graph down within the teardown deadline."""
@@ -487,7 +507,14 @@ class Scheduler:
             deadline = time.monotonic() + deadline_s
             hang_s = math.inf if warmup else entry.durations.hang_s(bucket)
             pending = PendingReplay(
-                entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s, hang_s
+                entry.phase.name,
+                number,
+                submitted,
+                entry.groups,
+                deadline,
+                self.options.grace_s,
+                self.options.section,
+                hang_s,
             )
             shards = [graph.shard for graph in entry.compiled]
             measured = partial(entry.durations.add, bucket) if not warmup else lambda busy_s: None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import ConfigError, DataError, GraphError
+from dagrl.errors import DataError, GraphError
 
 Array = npt.NDArray[Any]
 Scalar = int | float | str | bool | tuple[int, ...]
@@ -93,8 +93,13 @@ class Batch:
         return Batch({**self.fields, **fields}, self.scalars)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns a scalar as a float. Raises DataError if it is not a number, or missing without a default."""
+        """Returns a scalar as a float. Raises DataError if it is no number, or missing without a default."""
         value = self.scalars.get(name, default)
+        if value is None:
+            raise DataError(
+                f"a batch has no scalar {name!r}; it has {', '.join(self.scalars) or 'none'}. Give it one: "
+                f"batch.with_scalars({name}=...), in a warm-up Scheduler.add(..., scalars={{{name!r}: ...}})"
+            )
         if not isinstance(value, int | float | np.number):
             raise DataError(f"the scalar {name!r} of a batch is {value!r}; expected a number")
         return float(value)
@@ -190,12 +195,12 @@ def empty_batch(
 
 
 def choose_bucket(buckets: Sequence[Bucket], rows: int, tokens: int) -> Bucket:
-    """Returns the smallest bucket (by area) that holds `rows` rows of `tokens` tokens. Raises ConfigError if none does."""
+    """Returns the smallest bucket (by area) that holds `rows` rows of `tokens` tokens. Raises DataError if none does."""
     fitting = [bucket for bucket in buckets if bucket.sequences >= rows and bucket.tokens >= tokens]
     if not fitting:
-        raise ConfigError(
+        raise DataError(
             f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest is {max(buckets, key=_area)}. "
-            "Add a larger one (policy.sequence_buckets, or Scheduler.add(..., buckets=...)), or shorten the data"
+            "Add a larger one, Scheduler.add(..., buckets=[...]), or send fewer or shorter rows"
         )
     return min(fitting, key=_area) if len(fitting) > 1 else fitting[0]
 

@@ -168,7 +168,13 @@ class WorkerGroup:
             if not name.startswith("__")
         }
         deadline = Deadline(call_timeout_s, "call_timeout_s")
-        return cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
+        group = cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
+        if health_group is not None and group.reports(call_timeout_s, [0])[0] is DIED:  # Ray ends actors without that group
+            raise WorkerError(
+                (group.failure(0, "died", "report", f"it was called in the concurrency group {health_group!r}"),),
+                f"Make the actors by ray.remote(concurrency_groups={{{health_group!r}: 1}}), or leave out health_group",
+            )
+        return group
 
     def start_again(self, ranks: Sequence[int]) -> None:
         """Kills the workers of `ranks` and starts new ones. Does not wait for them; `join_again` does.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from dagrl.errors import DeadlineError, PhaseError
+from dagrl.errors import DeadlineError, PhaseError, WorkerError
 from dagrl.runtime import compile as compile_module
 from dagrl.runtime.executors.eager import takes_in_order
 from dagrl.runtime.layout import ParallelLayout
@@ -265,6 +265,15 @@ def test_async_methods_run_on_the_event_loop_of_their_actor(cluster: None, execu
     assert found == [([(1, False, name) for name in loops],), ([1, 1],), ([(1, False, name) for name in loops],)]
     for actor in actors:
         ray.kill(actor)
+
+
+def test_a_health_group_that_the_actors_lack_is_an_error(cluster: None) -> None:
+    actor = ray.remote(num_cpus=0, concurrency_groups={"health": 1})(Threaded).remote()
+    assert WorkerGroup.from_actors([actor], ParallelLayout(), health_group="health").answers_while_busy
+    with pytest.raises(
+        WorkerError, match=r"concurrency group 'healt'\nMake the actors by .*concurrency_groups={'healt': 1}"
+    ):
+        WorkerGroup.from_actors([actor], ParallelLayout(), health_group="healt")
 
 
 def test_plain_calls_run_while_a_node_waits_on_the_event_loop(cluster: None) -> None:

@@ -27,7 +27,7 @@ def test_every_public_name_is_what_type_checkers_see() -> None:
         assert getattr(dagrl, name) is getattr(sys.modules[module], name)
     names = {name for name, _ in seen}
     found = {name for name in dir(dagrl) if not name.startswith("_") and not ismodule(getattr(dagrl, name))}
-    assert found - {"annotations", "TYPE_CHECKING"} == names
+    assert found - {"annotations", "TYPE_CHECKING"} == names == set(dagrl.__all__)
     defined = {
         name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, errors.DagrlError)
     }

@@ -16,6 +16,7 @@ from dagrl.rl.agents.episode import AgentEpisode, Turn as Request
 from dagrl.rl.agents.runner import AgentRunner, agent_rewards
 from dagrl.rl.environments import FAILED, example_of
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.rewards import ENVIRONMENT
 from dagrl.rl.rollout.episodes import ABORTED, TOKEN_FIELDS, Episode, RolloutGroup, Sample, Turn, request_seeds
 from dagrl.rl.rollout.scoring import environment_failures, rendered_differently
 
@@ -164,8 +165,7 @@ def set_conversations(episode: Episode, conversations: EpisodeRows, rewards: dic
     )
     episode.more = rows[1:]
     episode.untrained, episode.finish_reason = conversations.untrained, "stop"
-    episode.turn_rewards = [rewards.pop("")] if "" in rewards else []
-    episode.reward_parts = rewards
+    episode.reward_parts = {name or ENVIRONMENT: reward for name, reward in rewards.items()}
     if rows:
         first = rows[0]
         episode.prompt, episode.finish_reason = first.prompt, first.finish_reason

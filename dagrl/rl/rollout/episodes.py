@@ -36,7 +36,8 @@ class Episode:
 
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
     True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
-    is the environment's error if the finish reason is `environment_failed`. A `greedy` sequence takes the likeliest token at
+    is the environment's error if the finish reason is `environment_failed`. `turn_rewards` has one for each turn that it
+    answered, None for a turn without. A `greedy` sequence takes the likeliest token at
     each step; `options` are further ones of its request. `experts` is the record of prompt and tokens, which may be shorter
     than they are.
 
@@ -62,7 +63,7 @@ class Episode:
     awaiting: bool = False
     failure: str = ""
     greedy: bool = False
-    turn_rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
     experts: Record | None = None
     options: RequestOptions = AS_CONFIGURED
     more: list[Episode] = field(default_factory=list)

@@ -139,10 +139,10 @@ def _conversation(episode: Episode, texts: TokenTexts) -> dict[str, Any]:
 
 def _turns(episode: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the turns of the policy and of the environment, each with its text, the range of its tokens, and its reward
-    if the environment rewarded every turn."""
+    if the environment gave one."""
     spans = episode.spans()
     made = [start for start, _ in spans if episode.sampled[start]]
-    rewards = dict(zip(made, episode.turn_rewards, strict=True)) if len(made) == len(episode.turn_rewards) else {}
+    rewards = dict(zip(made, episode.turn_rewards, strict=False))  # the last turn may have been cut, and not asked about
     return [
         {
             "role": "policy" if episode.sampled[start] else "environment",

@@ -105,7 +105,7 @@ def _metadata(group: RolloutGroup, place: int, sample: Sample) -> Mapping[str, A
         "source": sample.prompt.source,
         "finish_reason": episode.finish_reason,
         "turns": episode.turns,
-        "turn_rewards": list(episode.turn_rewards),
+        "turn_rewards": given_rewards(episode),
         "sampled": episode.sampled.tolist(),
         "versions": episode.versions.tolist(),
         "validation": group.key < 0,
@@ -114,7 +114,7 @@ def _metadata(group: RolloutGroup, place: int, sample: Sample) -> Mapping[str, A
 
 def with_turn_rewards(config: Config, rewards: Rewards, samples: Sequence[Sample]) -> Rewards:
     """Adds the environment's rewards to each sample's: the sum of its turns as the part `environment`, and named ones."""
-    turns = [sample.completion.turn_rewards for sample in samples]
+    turns = [given_rewards(sample.completion) for sample in samples]
     named = [sample.completion.reward_parts for sample in samples]
     parts = {ENVIRONMENT: np.array([*map(sum, turns)], np.float32)} if any(turns) else {}
     for name in dict.fromkeys(name for item in named for name in item):
@@ -123,6 +123,11 @@ def with_turn_rewards(config: Config, rewards: Rewards, samples: Sequence[Sample
     for name, part in parts.items():
         values = values + config.reward.weights.get(name, 1.0) * np.nan_to_num(part) * rewards.answered
     return replace(rewards, values=values.astype(np.float32), parts={**rewards.parts, **parts}) if parts else rewards
+
+
+def given_rewards(episode: Episode) -> list[float]:
+    """Returns the rewards of the turns that the environment rewarded."""
+    return [reward for reward in episode.turn_rewards if reward is not None]
 
 
 def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rewards: Rewards) -> ScoredGroup:

@@ -168,7 +168,7 @@ class EnvironmentTurns:
     def _continue(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
         episode.awaiting, episode.failure = False, reply.failure
-        episode.turn_rewards += [] if reply.reward is None else [reply.reward]
+        episode.turn_rewards.append(reply.reward)
         room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
         try:
             tokens = [] if reply.content is None or last else self._tokens(episode, reply.content, room)

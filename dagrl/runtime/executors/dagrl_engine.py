@@ -154,7 +154,7 @@ class DagrlGraph:
             return answers
         except GetTimeoutError as late:
             raise TimeoutError(
-                f"its loops had not begun within timeouts.compile_s = {self._limits.compile_s:g} s: a worker does not answer"
+                f"its loops had not begun within compile_s = {self._limits.compile_s:g} s: a worker does not answer"
             ) from late
 
     def _call(self, actor: ActorHandle, function: Callable[..., Any], *args: object) -> ray.ObjectRef:

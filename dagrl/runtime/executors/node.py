@@ -413,7 +413,7 @@ def where(worker: object) -> tuple[str, int, str, tuple[str, ...]]:
 
 
 class Report(NamedTuple):
-    """The node of a replay that a worker runs, and the stack of its thread. `what` is empty if it is idle.
+    """The node of a replay that a worker runs, for how long, and the stack of its thread. `what` is empty if it is idle.
 
     `starved_s`: for how long its threads have waited for a processor since it started, all together.
     """
@@ -424,6 +424,7 @@ class Report(NamedTuple):
     stack: str
     role: str = ""
     starved_s: float = 0.0
+    running_s: float = 0.0
 
 
 IDLE = Report("", 0, "", "")
@@ -438,5 +439,4 @@ def report(worker: object) -> Report:
     role, phase, replay, label, thread, since = activity
     frame = sys._current_frames().get(thread)
     stack = "".join(traceback.format_stack(frame)) if frame else ""
-    what = f"{label} for {time.monotonic() - since:.1f} s (replay {replay})"
-    return Report(phase, replay, what, stack[-FAILURE_CHARACTERS:], role, starved_s())
+    return Report(phase, replay, label, stack[-FAILURE_CHARACTERS:], role, starved_s(), time.monotonic() - since)

@@ -197,7 +197,7 @@ def compile_dag(bound: BoundGraph, limits: GraphLimits) -> Any:
         if not isinstance(error, TimeoutError):
             raise
         raise TimeoutError(
-            f"Ray had not compiled it within timeouts.compile_s = {limits.compile_s:g} s: a worker does not "
+            f"Ray had not compiled it within compile_s = {limits.compile_s:g} s: a worker does not "
             "answer, or a communicator between GPUs was not made"
         ) from error
 

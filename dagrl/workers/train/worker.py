@@ -12,10 +12,10 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
@@ -59,6 +59,17 @@ RECORDED = ("prev_logprobs", "reference_logprobs", "entropy")
 """Kept columns that the driver reads for `rollouts/` and for a KL in the reward."""
 
 
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
+    "logprobs": lambda call: ("logprobs", "entropy") if call["column"] is None else (call["column"],),
+    "top_logprobs": lambda call: tuple(
+        f"top_{what}_{place}" for place in range(call["count"]) for what in ("ids", "logprobs")
+    ),
+    "keep_logprobs": lambda call: ("prev_logprobs", "entropy") if call["model"] == "policy" else ("reference_logprobs",),
+    "merge_rows": lambda call: (),
+}
+"""The names of the columns that a call of each method returns or keeps, by its arguments."""
+
+
 class TrainWorker:
     """Steps, log-probabilities, refits and files of one rank's part of the policy, by `context.layout`."""
 
@@ -68,6 +79,8 @@ class TrainWorker:
 
     supports: ClassVar[frozenset[str]] = frozenset(OPTIONAL_SETTINGS) - {"worker_args"}
     """The settings of `policy` that the class has, of those that not every train worker has."""
+
+    columns: ClassVar = COLUMNS
 
     scalar: ClassVar[bool] = False
     """Whether the model gives one number per token: see `ValueWorker`."""
@@ -388,8 +401,7 @@ class TrainWorker:
         One worker of the shard returns them (last stage, tp 0, cp 0); the others return None. Both are of the distribution
         that generation samples from: logits divided by its temperature.
         """
-        names = ("logprobs", "entropy") if column is None else (column,)
-        return self._result(batch, self._logprobs(batch, model), *names)
+        return self._result(batch, self._logprobs(batch, model), *COLUMNS["logprobs"]({"column": column}))
 
     def top_logprobs(self, batch: Batch, count: int, model: ModelName = "policy") -> Batch | None:
         """Returns the `count` likeliest tokens in place of each token, likeliest first: `top_ids_0`, `top_logprobs_0`, ...
@@ -405,7 +417,7 @@ class TrainWorker:
                 return output.new_zeros(()), tuple(column.float() for pair in head.top(output, count) for column in pair)
 
             columns = self._columns(batch, chosen, score)
-        return self._result(batch, columns, *(name for place in range(count) for name in top_names(place)))
+        return self._result(batch, columns, *COLUMNS["top_logprobs"]({"count": count}))
 
     def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
@@ -422,8 +434,7 @@ class TrainWorker:
         """
         if renew_every and not in_warmup() and batch.number("step") % renew_every == 1 % renew_every:
             self.snapshot_reference()
-        columns = self._logprobs(batch, model)
-        names = ("prev_logprobs", "entropy") if model == "policy" else ("reference_logprobs",)
+        columns, names = self._logprobs(batch, model), COLUMNS["keep_logprobs"]({"model": model})
         if columns and not in_warmup():
             self._kept.keep(batch, **{name: column.cpu().numpy() for name, column in zip(names, columns, strict=False)})
 
@@ -691,11 +702,6 @@ class ValueWorker(TrainWorker):
         """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""
         rows = self.values(batch)
         return None if rows is None else _sums_of(batch, rows["values"])
-
-
-def top_names(place: int) -> tuple[str, str]:
-    """Returns the names of the columns with the ids and log-probabilities of the tokens at a place of `top_logprobs`."""
-    return f"top_ids_{place}", f"top_logprobs_{place}"
 
 
 def _sums_of(batch: Batch, column: Array) -> Batch:

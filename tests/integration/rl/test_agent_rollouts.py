@@ -168,8 +168,8 @@ def test_conversations_are_rows_and_what_the_agent_returns_is_its_reward(runner:
     one, two = complete.episodes
     tokenizer = bench.run.inputs.tokenizer
     assert tokenizer.decode(one.prompt.tokens) == "7+" and (one.turns, two.turns) == (2, 2)
-    assert one.reward_parts == {"right": 0.5, "form": 1.0} and one.turn_rewards == [] and not one.more
-    assert (two.turn_rewards, len(two.more), two.prompt.text[1]) == ([2.0], 1, "+")
+    assert one.reward_parts == {"right": 0.5, "form": 1.0} and not one.more
+    assert (two.reward_parts, len(two.more), two.prompt.text[1]) == ({"environment": 2.0}, 1, "+")
     assert [tokenizer.decode(one.tokens[start:end]) for start, end in one.spans() if not one.sampled[start]] == ["="]
     batch = train_batch(samples_of(tokenizer, complete), np.array([1.0, -1.0], np.float32), rows_per_sample=2)
     lengths = [len(one), 0, len(two), len(two.more[0])]
@@ -204,8 +204,12 @@ def test_the_others_of_a_lost_process_start_again(runner: AgentRunner) -> None:
     (complete,) = bench.run_all()
     fine, dead, *waited = complete.episodes
     assert dead.finish_reason == FAILED and FAILURES["dies"] in dead.failure
-    assert not any(one.failure for one in (fine, *waited)) and fine.turn_rewards == [2.0] and len(fine.more) == 1
-    assert [(one.turns, one.turn_rewards, len(one.more)) for one in waited] == [(1, [1.0], 0)] * 3, "the last start's"
+    assert (
+        not any(one.failure for one in (fine, *waited)) and fine.reward_parts == {"environment": 2.0} and len(fine.more) == 1
+    )
+    assert [(one.turns, one.reward_parts, len(one.more)) for one in waited] == [(1, {"environment": 1.0}, 0)] * 3, (
+        "the last start's"
+    )
     bench.rollouts.start(RolloutGroup(1, 1, [asked("waits_long", seed=2)]))
     (undisturbed,) = bench.run_all()[0].episodes
     assert waited[0].tokens.tolist() == undisturbed.tokens.tolist(), "seeds do not depend on how often an episode started"

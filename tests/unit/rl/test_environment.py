@@ -236,7 +236,7 @@ def test_an_async_step_that_hangs_is_cancelled_alone(tmp_path: Path) -> None:
 def test_turn_rewards_are_a_weighted_part_of_the_reward() -> None:
     """With `reward.function: null` they are the whole reward."""
     prompt = Prompt("1", np.array([1]), "", "row 0")
-    samples = [Sample(prompt, Episode(prompt, 0, 8, turn_rewards=turns), "") for turns in ([1.0, 2.0], [], [4.0])]
+    samples = [Sample(prompt, Episode(prompt, 0, 8, turn_rewards=turns), "") for turns in ([1.0, None, 2.0], [], [4.0])]
     reward = RewardConfig(function=None, weights={"environment": 0.5})
     with RewardRunner(reward) as runner:
         answers = runner.submit(["1"] * 3, [""] * 3, [""] * 3).result()

@@ -74,8 +74,10 @@ def test_all_conversations_of_an_agent_are_kept() -> None:
     assert [one["trained"] for one in first["conversations"]] == [False, False]
 
 
-@pytest.mark.parametrize(("rewards", "expected"), [([0.5, 1.0], [0.5, None, 1.0]), ([1.0], [None] * 3)])
-def test_turns_have_the_rewards_of_an_environment_that_rewards_each(rewards: list[float], expected: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([0.5, 1.0], [0.5, None, 1.0]), ([1.0], [1.0, None, None]), ([None, 1.0], [None, None, 1.0])]
+)
+def test_turns_have_the_rewards_of_the_environment(rewards: list[float | None], expected: list[float | None]) -> None:
     group = scored("stop", answered=(True,))
     (episode,) = group.group.episodes
     episode.tokens, episode.sampled = np.array([2, 3, 4]), np.array([True, False, True])

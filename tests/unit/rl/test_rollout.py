@@ -365,7 +365,9 @@ def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
     bench.rollouts.settle()
     assert not bench.rollouts.busy and {episode.turns for episode in answered} == {2}, "two turns are the most"
     assert all(
-        episode.turn_rewards == [1.0] and episode.sampled[-1] for episode in answered if episode.finish_reason == "stop"
+        episode.turn_rewards == [None, 1.0] and episode.sampled[-1]
+        for episode in answered
+        if episode.finish_reason == "stop"
     )
     assert len(environment.closed) == len(set(environment.closed)) == len(episodes)
     lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]

@@ -49,8 +49,8 @@ class Shard:
         return list(self.arrived)
 
 
-BUSY = Report("train_step", 0, "train[0].step for 9 s (replay 0)", "a stack")
-ELSEWHERE = Report("generate", 7, "generate for 1 s (replay 7)", "another stack")
+BUSY = Report("train_step", 0, "train[0].step", "a stack", running_s=9.0)
+ELSEWHERE = Report("generate", 7, "generate", "another stack")
 
 
 class Group:
@@ -86,7 +86,7 @@ class Group:
 
 def replay(*shards: Shard, deadline_s: float = 600.0, grace_s: float = 0.3, hang_s: float = math.inf) -> PendingReplay:
     submitted: Any = [(shard, None) for shard in shards]
-    return PendingReplay("train_step", 0, submitted, {}, time.monotonic() + deadline_s, grace_s, hang_s)
+    return PendingReplay("train_step", 0, submitted, {}, time.monotonic() + deadline_s, grace_s, "timeouts", hang_s)
 
 
 def outcome_of(replay: PendingReplay, *groups: Any, **options: float) -> Any:
@@ -156,7 +156,7 @@ def test_a_worker_that_does_not_answer_hangs_long_before_the_deadline(monkeypatc
     error = failure_of(replay(Shard(), hang_s=1.0), group)
     assert [(failure.rank, failure.kind) for failure in error.failures] == [(1, "hung")]
     assert (group.aborted, group.killed) == ([0, 1], [1]), "its peer is released from their collective"
-    assert "timeouts.hang_factor" in str(error)
+    assert "hung in phase 'train_step', replay 0: does not answer" in str(error) and "timeouts.hang_factor" in str(error)
 
 
 def test_a_worker_that_answers_late_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
