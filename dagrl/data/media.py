@@ -45,7 +45,10 @@ Part = Mapping[str, Any]
 
 IMAGE: Part = {"type": "image"}
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"),
+    "video_preprocessor_config.json",  # transformers asks for it where torchvision is installed
+)
 """Files that may name the class of a processor."""
 
 MEDIA = "media"

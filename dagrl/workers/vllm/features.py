@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
     from vllm import LLMEngine, SamplingParams
     from vllm.config import VllmConfig
@@ -86,6 +87,20 @@ def without_torchvision() -> Iterator[None]:
     parts = ProcessorMixin.get_attributes.__func__
     ProcessorMixin.get_attributes = classmethod(lambda kind: [part for part in parts(kind) if part != "video_processor"])
     ProcessorMixin.video_processor = property(lambda processor: processor.image_processor)
+
+
+def processed_image(processor: Any, image: Image) -> Any:
+    """Returns the tensors that vLLM's multimodal processor makes of an image for its model, without any prompt.
+
+    The processor's public method also looks for the image's place in a text, which our tokens need not have.
+    """
+    from vllm.multimodal.processing.context import TimingContext
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    items = processor.info.parse_mm_data({"image": [image]})
+    made = processor._apply_hf_processor(ProcessorInputs([], items), TimingContext(enabled=False))
+    found = made if hasattr(made, "kwargs") else made[1]  # 0.26 puts it between prompt tokens and a flag
+    return found.kwargs["image"][0]
 
 
 def require_batch_invariance() -> None:

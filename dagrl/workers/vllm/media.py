@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dagrl.data.media import name_of
+from dagrl.workers.vllm.features import processed_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -64,9 +65,4 @@ class EngineMedia:
 
     def _make_item(self, medium: int) -> Any:
         """Returns the model's tensors of an image."""
-        from vllm.multimodal.processing.context import TimingContext
-        from vllm.multimodal.processing.inputs import ProcessorInputs
-
-        images = self._processor.info.parse_mm_data({"image": [self._open_image(medium)]})
-        made = self._processor._apply_hf_processor(ProcessorInputs([], images), TimingContext(enabled=False))
-        return made.kwargs["image"][0]
+        return processed_image(self._processor, self._open_image(medium))
