@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,14 +55,21 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         `probs` [tokens] are the router's weights.
         """
         offsets = row_offsets(tokens_per_expert, hidden)
-
-        def linear(weights: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, None]:
-            return _ExpertProducts.apply(rows, offsets, *weights), None  # type: ignore[no-untyped-call]
-
         layers = [(expert.linear_fc1.weight, expert.linear_fc2.weight) for expert in self.local_experts]
-        first, second = (partial(linear, weights) for weights in zip(*layers, strict=True))
+        first, second = (_ExpertLinear(weights, offsets) for weights in zip(*layers, strict=True))
         output, _ = MLP.forward(_MlpModule(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
         return output, None
+
+
+class _ExpertLinear(torch.nn.Module):
+    """One linear layer of all experts; a module, as `MLP.forward` requires since Megatron-Core 0.19."""
+
+    def __init__(self, weights: Sequence[Tensor], offsets: Tensor) -> None:
+        super().__init__()
+        self.weights, self.offsets = weights, offsets
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        return _ExpertProducts.apply(rows, self.offsets, *self.weights), None  # type: ignore[no-untyped-call]
 
 
 class _MlpModule(NamedTuple):
@@ -71,8 +77,8 @@ class _MlpModule(NamedTuple):
 
     config: Any
     activation_func: Callable[[Tensor], Tensor]
-    linear_fc1: Callable[[Tensor], tuple[Tensor, None]]
-    linear_fc2: Callable[[Tensor], tuple[Tensor, None]]
+    linear_fc1: _ExpertLinear
+    linear_fc2: _ExpertLinear
 
 
 def check_grouped_kernel() -> None:
@@ -211,6 +217,10 @@ class LocalDispatcher:
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows, each expert's number of them on the device, and weights."""
         return rows, self._counts, probs
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Returns no buffers for `MoELayer` of Megatron-Core 0.19 to have outputs and gradients written to."""
+        return None, None
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Returns its argument: outputs are sorted already, and stay on this worker."""

@@ -35,6 +35,7 @@ from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
+from dagrl.workers.megatron.versions import use_expert_parts
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, add_product
 
 ADAPTERS = "adapters"
@@ -381,9 +382,7 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if parts.mlp.module is MoELayer:
-            parts.mlp.submodules.experts.module = GroupedExperts
-            parts.mlp.submodules.router = Router
+        use_expert_parts(parts, GroupedExperts, Router)
     return block
 
 

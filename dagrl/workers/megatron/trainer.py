@@ -29,6 +29,7 @@ from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_
 from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
 from dagrl.workers.megatron.router import ExpertLoad
+from dagrl.workers.megatron.versions import gradients_for_norm
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.logprobs import TokenHead
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
@@ -151,7 +152,7 @@ class Trainer:
         squares: dict[dist.ProcessGroup, Tensor] = {}
         self.optimizer.prepare_grads()
         for part in self.optimizers():
-            group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
+            group, norm = part.get_grad_stats_parallel_group(), get_total_norm(gradients_for_norm(part))
             squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
         for group, square in squares.items():
             dist.all_reduce(square, group=group)

@@ -1,0 +1,33 @@
+"""Where the supported releases of Megatron-Core differ: 0.16.1 for Python 3.11, 0.19 for newer ones.
+
+Imported only where Megatron is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+
+def use_expert_parts(parts: Any, experts: type, router: type) -> None:
+    """Sets the classes of experts and router in a layer's specification, if the layer has experts.
+
+    A specification of an MLP is a `ModuleSpec` in 0.16, and a partial constructor in 0.19.
+    """
+    mlp = parts.mlp
+    if isinstance(mlp, partial):
+        if mlp.func is MoELayer:
+            own = mlp.keywords["submodules"]
+            own.router, own.experts = router, partial(experts, **own.experts.keywords)
+    elif mlp.module is MoELayer:
+        mlp.submodules.router, mlp.submodules.experts.module = router, experts
+
+
+def gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """Returns the gradients that count for the norm on this worker: none that a tensor-parallel peer also has."""
+    named = "get_grads_for_grad_norm" if hasattr(optimizer, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
+    gradients: list[Tensor] = getattr(optimizer, named)()
+    return gradients
