@@ -80,6 +80,11 @@ def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> N
             close(mine, truth, dtype)
 
 
+class Same(torch.nn.Module):
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        return rows, None
+
+
 def test_megatron_calls_the_kernels() -> None:
     """Megatron's MLP with the kernels equals its own without fusion."""
     from megatron.core.transformer import mlp
@@ -91,7 +96,7 @@ def test_megatron_calls_the_kernels() -> None:
     sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "gated_linear_unit": True}
     config = TransformerConfig(**sizes, activation_func=torch.nn.functional.silu, add_bias_linear=False)
     states, weights = torch.randn(40, 192, device=DEVICE), torch.rand(40, device=DEVICE)
-    module = _MlpModule(config, torch.nn.functional.silu, lambda rows: (rows, None), lambda rows: (rows, None))
+    module = _MlpModule(config, torch.nn.functional.silu, Same(), Same())
     for probabilities in (None, weights):
         expected = mlp.MLP.forward(module, states, probabilities)[0]
         use_layer_kernels(config)

@@ -1,6 +1,6 @@
 """Runs Megatron-Core without a GPU, over Gloo. All patches for this are here; with CUDA this module patches nothing.
 
-Megatron-Core (0.16.1) requires CUDA in six ways:
+Megatron-Core (0.16.1, 0.19.2) requires CUDA in six ways:
 
 1. Its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and pass `device="cuda"`. They get a view of
    `torch` that maps "cuda" to "cpu"; `torch` itself is unchanged.

@@ -77,8 +77,8 @@ class _MlpModule(NamedTuple):
 
     config: Any
     activation_func: Callable[[Tensor], Tensor]
-    linear_fc1: _ExpertLinear
-    linear_fc2: _ExpertLinear
+    linear_fc1: torch.nn.Module
+    linear_fc2: torch.nn.Module
 
 
 def check_grouped_kernel() -> None:

@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -35,7 +34,7 @@ from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
-from dagrl.workers.megatron.versions import use_expert_parts
+from dagrl.workers.megatron.versions import do_without_engine, use_expert_parts
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, add_product
 
 ADAPTERS = "adapters"
@@ -209,8 +208,7 @@ def build_model(
     architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device
 ) -> ModelChunks:
     """Builds this rank's part of the model on `device`. Megatron's model parallel groups must be initialized."""
-    # Routers use torch products. Without Transformer Engine, Megatron 0.16.1 uses this name without defining it.
-    moe_utils.te_general_gemm = None
+    do_without_engine()
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
     kernels = choose_kernels(policy, device)

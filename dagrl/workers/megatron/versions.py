@@ -8,8 +8,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
+
+
+def do_without_engine() -> None:
+    """Makes routers use torch products. 0.16.1 names Transformer Engine's without defining it where that is missing."""
+    moe_utils.te_general_gemm = None
 
 
 def use_expert_parts(parts: Any, experts: type, router: type) -> None:

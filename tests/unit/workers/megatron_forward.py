@@ -15,12 +15,12 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron import cpu
+from dagrl.workers.megatron.versions import do_without_engine
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.families import FAMILIES, Hf, random_model
 from tests.unit.refit.weight_reference import Weights, filled
@@ -80,7 +80,7 @@ def check(family: str) -> None:
 
 def check_all() -> None:
     """Runs every case and the mixers, and prints a line for each. Must run before Megatron builds models in this process."""
-    moe_utils.te_general_gemm = None  # Megatron 0.16.1 names it without defining it
+    do_without_engine()
     torch.manual_seed(0)
     cpu.adapt()
     for family in CASES:
