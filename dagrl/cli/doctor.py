@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from dagrl.config.kernel_checks import OLDEST_ENGINE
 from dagrl.machine import DEV_SHM, cpu_count, gpu_count, package_versions
+from dagrl.rl.coding import sandbox
 
 LEFTOVERS = ("sem.hdr", "sem.obj", "-tp:")
 """Prefixes of files in `/dev/shm` that killed runs leave: Ray's channel semaphores and vLLM's CPU communicator."""
@@ -51,7 +52,8 @@ class Finding:
 def examine() -> list[Finding]:
     """Returns the findings: versions, GPUs, shared memory, and combinations known not to work."""
     versions = package_versions((*PACKAGES, "torchvision"))
-    findings = [*_machine(), *packages(versions, pins()), *_cuda(versions), *_shared_memory(), *bad_combinations(versions)]
+    here = [*_cuda(versions), *_shared_memory(), *_sandbox(), *bad_combinations(versions)]
+    findings = [*_machine(), *packages(versions, pins()), *here]
     return [*findings, verdict(findings, versions, gpu_count())]
 
 
@@ -154,6 +156,18 @@ def _shared_memory() -> Iterator[Finding]:
     left = sorted(name for name in os.listdir(DEV_SHM) if name.startswith(LEFTOVERS))
     if left:
         yield Finding(f"left over in {DEV_SHM}", f"{len(left)} files, such as {left[0]}", "remove them if no run is active")
+
+
+def _sandbox() -> Iterator[Finding]:
+    if shutil.which("bwrap") is None:
+        yield Finding("bubblewrap", "not installed (for programs as rewards: apt install bubblewrap)")
+        return
+    try:
+        sandbox()
+    except RuntimeError as error:
+        yield Finding("bubblewrap", "fails", str(error))
+    else:
+        yield Finding("bubblewrap", "works")
 
 
 def bad_combinations(versions: Mapping[str, str]) -> Iterator[Finding]:

@@ -15,9 +15,10 @@ from dagrl.cli.main import main
 
 def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("dagrl.cli.doctor.shutil.which", lambda name: None)  # no process of a sandbox
     assert main(["doctor"]) == 0
     report = capsys.readouterr().out
-    for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm"):  # noqa: S108
+    for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm", "bubblewrap"):  # noqa: S108
         assert subject in report
 
 
