@@ -89,16 +89,17 @@ def without_torchvision() -> Iterator[None]:
     ProcessorMixin.video_processor = property(lambda processor: processor.image_processor)
 
 
-def processed_image(processor: Any, image: Image) -> Any:
+def processed_image(processor: Any, name: str, image: Image) -> Any:
     """Returns the tensors that vLLM's multimodal processor makes of an image for its model, without any prompt.
 
-    The processor's public method also looks for the image's place in a text, which our tokens need not have.
+    The processor's public method also looks for the image's place in a text, which our tokens need not have. `name` stands
+    in for a hash of the image.
     """
     from vllm.multimodal.processing.context import TimingContext
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
     items = processor.info.parse_mm_data({"image": [image]})
-    made = processor._apply_hf_processor(ProcessorInputs([], items), TimingContext(enabled=False))
+    made = processor._apply_hf_processor(ProcessorInputs([], items, {"image": [name]}), TimingContext(enabled=False))
     found = made if hasattr(made, "kwargs") else made[1]  # 0.26 puts it between prompt tokens and a flag
     return found.kwargs["image"][0]
 

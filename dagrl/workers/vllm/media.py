@@ -65,4 +65,4 @@ class EngineMedia:
 
     def _make_item(self, medium: int) -> Any:
         """Returns the model's tensors of an image."""
-        return processed_image(self._processor, self._open_image(medium))
+        return processed_image(self._processor, name_of(medium), self._open_image(medium))
