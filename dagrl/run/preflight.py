@@ -444,7 +444,7 @@ def _encoded(
         check_template(config.policy, tokenizer)
     processor = None
     if any(example.media for example in chain(learned, train, held)):
-        check_media(config, plan)
+        check_media(config, plan, hf_config)
         processor = MediaProcessor(load_processor(Path(config.policy.tokenizer.name or config.policy.model_name or "")))
     shown = config.data.apply_chat_template or any(example.messages for example in chain(learned, train))
     shown = shown and tokenizer.chat_template is not None
@@ -504,7 +504,7 @@ def _encoded(
     )
 
 
-def check_media(config: Config, plan: RunPlan) -> None:
+def check_media(config: Config, plan: RunPlan, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a run that does not train on images."""
     policy = config.policy
     layout = policy.train_layout
@@ -521,6 +521,19 @@ def check_media(config: Config, plan: RunPlan) -> None:
     for advice, found in settings.items():
         if found:
             raise ConfigError(f"the data have images, but {advice}, or remove the images")
+    if plan.generates and not gpus_per_worker(config.cluster) and _sees_images_whole(hf_config):
+        raise ConfigError(
+            f"the data have images, but in models of type {hf_config['model_type']!r} the tokens of an image see each "
+            "other, which vLLM's attention on CPUs does not do: completions would be of another model than in training. "
+            "Generate on GPUs, take a model of causal attention, such as Qwen3-VL or Idefics3, or train by SFT"
+        )
+
+
+def _sees_images_whole(hf_config: Mapping[str, Json]) -> bool:
+    """Returns whether the model's attention is in both directions among the tokens of an image."""
+    text = hf_config.get("text_config")
+    vision = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"  # Gemma 4's
+    return vision or hf_config.get("model_type") in ("gemma3", "paligemma")
 
 
 def _check_tools(chat: Chat, schemas: Sequence[Json]) -> None:
