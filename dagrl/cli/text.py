@@ -107,7 +107,7 @@ class _View:
         given = self._given(tokens, _contents(example, self._chat))
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
         if example is not None and example.messages:
-            kinds = self._with_after(tokens, learned.tolist(), kinds)
+            kinds = self._with_after(tokens, learned.tolist(), kinds, self._chat.of(example.tools).end.after)
         return self._table(f"{name}: {row.source}, {len(tokens)} tokens, {int(learned.sum())} in the loss", tokens, kinds)
 
     def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
@@ -123,11 +123,11 @@ class _View:
             return "STOP" if token in self.stops else "TRAIN" if given else "TRAIN+"
         return "data" if given else "template"
 
-    def _with_after(self, tokens: Sequence[int], learned: Sequence[bool], kinds: Sequence[str]) -> list[str]:
-        """Finds the tokens after a turn that have the text which the template adds there."""
+    def _with_after(self, tokens: Sequence[int], learned: Sequence[bool], kinds: Sequence[str], after: str) -> list[str]:
+        """Finds the tokens after a turn that have the text `after`, which the template adds there."""
         kinds, left = list(kinds), ""
         for number, piece in enumerate(self._pieces(tokens)):
-            left = self._chat.end.after if learned[number] else left
+            left = after if learned[number] else left
             text = piece.lstrip(" ")  # SentencePiece puts spaces before tokens
             if kinds[number] == "template" and piece and left and left.startswith(text):
                 kinds[number], left = "after", left.removeprefix(text)

@@ -1,27 +1,31 @@
-"""Conversations as the chat template writes them, and what joins the turns of a rollout.
+"""Conversations as the chat template writes them, and where turns of the policy start and end in them.
 
-The template is looked at once, by rendering short conversations: where a turn of the policy ends, which tokens end it, and
-how it takes messages (`dagrl.data.messages`). `Chat.reply` returns the tokens that the template writes after a turn that was
-sampled; the sampled tokens stay as they are.
+The template is looked at once, by rendering short conversations: where a turn ends, which tokens end it, and how it takes
+messages (`dagrl.data.messages`). `dagrl.data.replies` joins the turns of a rollout.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, meta
+
 from dagrl.data.encoder import Encoded, TextEncoder, shared
-from dagrl.data.messages import ANSWER, CALL_ID, QUESTION, TOOL, MessageFormat, Messages, exchange
+from dagrl.data.messages import ANSWER, QUESTION, RESULT, TOOL, MessageFormat, Messages, exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from dagrl.config import Json
+
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""The tags around what transformers' mask of assistant tokens covers, which are its own."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,30 @@ def chat_of(tokenizer: PreTrainedTokenizerFast) -> Chat:
 class Chat:
     """A tokenizer and its chat template. See `chat_of`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str | None = None) -> None:
+        """Without the `name` of one of several templates, transformers chooses: that for tools, if there are any."""
+        self.tokenizer, self._name = tokenizer, name
         self.encoder = TextEncoder(tokenizer)
         plain, shown = self._render, partial(self._render, tools=[TOOL])
         self._formats = MessageFormat([plain]), MessageFormat([shown, plain])  # there may be a template for tools alone
+
+    def of(self, tools: Sequence[Json]) -> Chat:
+        """Returns the tokenizer with the template of conversations with these tools, which may be one of its own."""
+        return self._with_tools if tools else self
+
+    @cached_property
+    def _with_tools(self) -> Chat:
+        templates = self.tokenizer.chat_template
+        has_own = self._name is None and isinstance(templates, dict) and "tool_use" in templates
+        return Chat(self.tokenizer, "tool_use") if has_own else self
+
+    def template(self, tools: Sequence[Json]) -> str:
+        """Returns the template's text. The tokenizer must have one."""
+        return str(self.tokenizer.get_chat_template(self._name, list(tools) or None))
+
+    def variables(self, tools: Sequence[Json]) -> frozenset[str]:
+        """Returns the variables of the template, and maybe more of its names."""
+        return _variables(self.template(tools))
 
     def render(self, messages: Messages, tools: Sequence[Json] = (), *, opened: bool, **variables: Any) -> str:
         """Returns the text of a conversation; `opened` opens the assistant's next turn. `variables` are the template's.
@@ -75,11 +98,10 @@ class Chat:
         """Returns the text of a conversation and the parts of it that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        shown = list(tools) or None
         texts, parts = render_jinja_template(
             conversations=[self._turns(messages, tools)],
-            tools=shown,
-            chat_template=self.tokenizer.get_chat_template(None, shown),
+            tools=list(tools) or None,
+            chat_template=self.template(tools),
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
             **getattr(self.tokenizer.apply_chat_template, "keywords", {}),  # the date of the run
@@ -95,14 +117,16 @@ class Chat:
         start = ours.index(len(ANSWER))
         both = shared(ours.ids[start:], theirs.ids[theirs.index(len(ANSWER)) :])
         written, added = _written(last, ours, start, start + both), self.encoder.added
-        written = [*takewhile(lambda number: ours.ids[number] not in self._openers, written)] or written
+        written = [*takewhile(lambda number: ours.ids[number] not in self.openers, written)] or written
         eos = [place for place, number in enumerate(written, start=1) if ours.ids[number] == self.tokenizer.eos_token_id]
         written = written[: eos[0] if eos else None]  # which generation never passes
         if not written or (ours.ids[written[-1]] not in added and last[ours.start(written[-1] + 1) :].strip()):
             # Nothing ends all turns alike. The last one may have an end of its own (gpt-oss).
             written = [number for number in _written(last, ours, start, len(ours.ids)) if ours.ids[number] in added]
         if not written and (middle := self._middle_end) and (token := self.encoder.ids(middle)[-1]) in added:
-            return TurnEnd(middle, "", (token,))
+            calls, results = self._tail([], calls=1), self._tail([RESULT], calls=1)  # these may follow a call at once
+            ends = [] if middle in results.partition(QUESTION)[0] else self.encoder.ids(calls)[-1:]
+            return TurnEnd(middle, "", (token, *added.intersection(ends)))
         if not written:
             return TurnEnd("", last[len(ANSWER) :] if last[len(ANSWER) :].strip() else "", self._openings())
         place = ours.start(written[-1] + 1)
@@ -126,16 +150,21 @@ class Chat:
         return self._formats[0].shown(messages) or self._formats[1].shown(messages)
 
     @cached_property
-    def _openers(self) -> frozenset[int]:
+    def openers(self) -> frozenset[int]:
         """The added token that conversations begin with, which ends no turn: some templates always open the next one."""
         known = {self.tokenizer.bos_token_id, self.tokenizer.eos_token_id}
         tokens = self.encoder.ids(self._first([{"role": "user", "content": QUESTION}]))
         return self.encoder.added.intersection([token for token in tokens if token not in known][:1])
 
     @cached_property
+    def stops(self) -> tuple[int, ...]:
+        """The tokens that end a turn of any of the tokenizer's templates."""
+        return tuple(dict.fromkeys([*self.end.tokens, *self._with_tools.end.tokens]))
+
+    @cached_property
     def ends(self) -> frozenset[int]:
         """The tokens that end a turn: the template's and the tokenizer's."""
-        return frozenset({*self.end.tokens, self.tokenizer.eos_token_id} - {None})
+        return frozenset({*self.stops, self.tokenizer.eos_token_id} - {None})
 
     @cached_property
     def endings(self) -> list[str]:
@@ -143,14 +172,14 @@ class Chat:
         return [text for text in (self.end.text, *(self.encoder.decode([token]) for token in self.end.tokens)) if text]
 
     @cached_property
-    def _end_tokens(self) -> tuple[str, ...]:
+    def token_texts(self) -> tuple[str, ...]:
         """The texts of the added tokens that end a turn."""
         return tuple(self.encoder.decode([token]) for token in self.end.tokens if token in self.encoder.added)
 
     def last_end(self, text: str) -> int:
         """Returns where the last turn of a text ends. White space after a token that ends generation is no part of it."""
         text = text.removesuffix(self.end.after)
-        return len(text.rstrip() if text.rstrip().endswith(self._end_tokens) else text)
+        return len(text.rstrip() if text.rstrip().endswith(self.token_texts) else text)
 
     def with_end(self, text: str, place: int) -> int:
         """Returns where a turn ends of which the text ends at `place`: after the end that only turns before others have."""
@@ -158,12 +187,24 @@ class Chat:
         return place if ended else place + len(self.end.text)
 
     @cached_property
-    def _openings_of_results(self) -> frozenset[int]:
-        """The ends of turns with calls that open a result (Gemma 4): they precede each result, or one without a call."""
-        result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
-        of_calls, of_none = self._tail([result, result], calls=2), self._tail([result])
+    def opening_ends(self) -> frozenset[int]:
+        """The ends of turns that open what follows: all in TRL's template of GLM, results in Gemma 4's."""
+        question = self._first([{"role": "user", "content": QUESTION}]).partition(QUESTION)[0]
+        if self.end.tokens and question.rstrip().endswith(self.encoder.decode(self.end.tokens[:1])):
+            return frozenset(self.end.tokens)
+        of_calls, of_none = self._tail([RESULT, RESULT], calls=2), self._tail([RESULT])
         texts = {token: self.encoder.decode([token]) for token in self.end.tokens[1:]}
         return frozenset(token for token, text in texts.items() if of_calls.count(text) > 1 or text in of_none)
+
+    def stop_before_calls(self, tools: Sequence[Json]) -> str:
+        """Returns the end that the template writes before the calls of a turn, with which generation stops (GigaChat 3)."""
+        question, call = exchange([("f", None)])
+        try:
+            prompt, turn = self.render([question], tools, opened=True), self.render([question, call], tools, opened=False)
+        except Exception:  # a template without calls, which the policy may write as text
+            return ""
+        before = self.encoder.ids(turn[shared(prompt, turn) :].partition(ANSWER)[0])
+        return next((self.encoder.decode([token]) for token in before if token in self.ends), "")
 
     def is_end(self, text: str) -> bool:
         """Returns whether the template ends turns with a text."""
@@ -224,132 +265,11 @@ class Chat:
         tag = re.search(r"[<\[][^<>\[\]\s]*\Z", text[first:place])
         return place if tag is None or encoded.ids[number - 1] in self.encoder.added else first + tag.start()
 
-    def reply_text(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:
-        """Returns what the template writes after the end of a turn: `messages`, and the opening of the next turn."""
-        text, _, place = self._joint(messages, tools, variables)
-        return text[place:]
-
-    def reply(
-        self,
-        turn: Sequence[int],
-        stops: frozenset[int],
-        messages: Messages,
-        tools: Sequence[Json],
-        most: int,
-        **variables: Any,
-    ) -> list[int]:
-        """Returns the tokens after a sampled turn: its end, `messages`, and the opening of the next turn. If they are more
-        than `most`, some may be left out. A turn that one of `stops`, of the template's or the tokenizer's ends ended gets
-        no second end.
-
-        Tokenizing takes a second and 400 MB per megabyte of text, and a reply may be all the output of a program.
-        """
-        text, end, after = self._joint(messages, tools, variables)
-        closed = bool(turn) and turn[-1] in stops | self.ends
-        text = text[: after + len(self.end.after) + (most + 1) * self.encoder.longest]
-        (encoded,) = self.encoder.encode([text])
-        place = after if closed else self._written(turn, encoded, text, end, after)
-        if self.encoder.is_cut(encoded, place):
-            tokens = encoded.ids[encoded.index(place) :]
-        else:
-            tokens = self.encoder.continuation(text[:place], text[place:])
-        opened = closed and (not self.end.text or turn[-1] in self._openings_of_results)
-        return tokens[1:] if opened and tokens[:1] == list(turn[-1:]) else tokens  # what follows ended it
-
-    def _written(self, turn: Sequence[int], encoded: Encoded, text: str, end: int, after: int) -> int:
-        """Returns where in `text` the template goes on after a turn that a string ended, maybe in the template's own end.
-
-        Texts are compared: the tokenizer may spell the end otherwise than the policy did. Added tokens are sampled whole.
-        """
-        written = text[end : after + len(self.end.after)]
-        sampled = self.encoder.decode(turn[-4 * len(written) - 4 :])
-        for count in range(len(written), 0, -1):
-            number, edge = encoded.cut(end + count)
-            if sampled.endswith(written[:count]) and (edge or encoded.ids[number - 1] not in self.encoder.added):
-                return end + count
-        return end
-
-    def text_reply(self, turn: Sequence[int], text: str, most: int) -> list[int]:
-        """Returns the tokens of a plain text after a sampled turn. If they are more than `most`, some may be left out."""
-        before = str(self.tokenizer.decode(list(turn[-4:])))
-        enough = (most + 1) * self.encoder.longest
-        if len(text) > enough and len(first := self.encoder.continuation(before, text[:enough])) > most:
-            return first
-        return self.encoder.continuation(before, text)  # also if the prefix has few: a tokenizer may drop characters
-
-    def _joint(self, messages: Messages, tools: Sequence[Json], variables: Mapping[str, Any]) -> tuple[str, int, int]:
-        """Returns a conversation with `messages` after a turn, and where the end of that turn starts and ends."""
-        results = [(str(turn.get("name") or "f"), turn.get("tool_call_id")) for turn in messages if turn["role"] == "tool"]
-        for calls in (results, results[:1], []):  # a template may take one call of a turn, or none; a policy may make more
-            before = exchange(calls)
-            try:
-                alone = self.render(before, tools, opened=False, **variables)
-                whole = self.render([*before, *messages], tools, opened=True, **variables)
-                break
-            except Exception:
-                if not calls:
-                    raise
-        answers = alone.count(ANSWER)
-        ended = self._to_end(alone.rpartition(ANSWER)[2])
-        start = len(ANSWER.join([*whole.split(ANSWER)[:answers], ""])) if answers else 0
-        if whole.startswith(ended, start):
-            after = start + len(ended)
-        else:
-            asked = [*before, {**messages[0], "content": QUESTION}, *messages[1:]]  # which no end has
-            content = self.render(asked, tools, opened=True, **variables).find(QUESTION, start)
-            after = self._kept_end(whole[start : content if content >= 0 else None], ended)
-            if after < 0:
-                return whole, *self._other_end(whole, start, content, ended)
-            after += start
-        after = self.with_end(whole, after)
-        text = next((text for text in self.endings if whole.endswith(text, start, after)), "")
-        end = after - len(text)
-        return whole, end, end if self._openings_of_results.intersection(self.encoder.ids(text)) else after
-
-    def _to_end(self, text: str) -> str:
-        """Returns the rest of a last turn up to its end."""
-        text = text.removesuffix(self.end.after)
-        places = [place + len(end) for end in self._end_tokens if (place := text.find(end)) >= 0]
-        return text[: min(places)] if places else text
-
-    def _kept_end(self, text: str, ended: str) -> int:
-        """Returns where the end of `ended` ends in `text`, or -1: what precedes it may be other text (Apriel's calls).
-
-        The longest part counts, of whole words and of an added token that it ends with.
-        """
-        last = self.encoder.ids(ended)[-1:]
-        least = len(self.encoder.decode(last)) if self.encoder.added.issuperset(last) else 1
-        for first in range(max(0, len(ended) - least + 1)):
-            part = ended[first:]
-            if re.match(r"\W*\w", part) and not re.match(r"\w\w", ended[max(0, first - 1) :]) and part in text:
-                return text.index(part) + len(part)
-        return -1
-
-    def _other_end(self, whole: str, start: int, content: int, ended: str) -> tuple[int, int]:
-        """Returns where a turn ends whose end is another one if others follow: as many tokens, or fewer before those that
-        open the next turn.
-        """
-        (encoded,) = self.encoder.encode([whole[: start + (len(ended) + 1) * self.encoder.longest]])
-        number, own = encoded.index(start), self.encoder.ids(ended)
-        ends = encoded.ids[number : number + len(own)]
-        same = shared(ends, own)
-        kept = len([*takewhile(lambda token: token not in self._openers, ends)])
-        others = [token for token in own[same:] if self.encoder.decode([token]).strip()]
-        if kept > same and not self.encoder.added.issuperset(others):
-            raise ValueError(
-                f"it ends a turn with {ended!r}, and writes that otherwise if others follow, where no end was found; use "
-                "one that writes turns alike (policy.tokenizer.chat_template)"
-            )
-        end, after = (encoded.start(number + count) for count in (min(same, kept), kept))
-        opened = content < 0 or whole[after : max(content, after)].strip()
-        return end, after if opened else end
-
     def _openings(self) -> tuple[int, ...]:
         """Returns the tokens that open what may follow a turn: a question, or the results of calls."""
         found = []
-        for role, calls in (("user", 0), ("tool", 1)):
-            last = self._tail([], calls=calls)
-            following = self._tail([{"role": role, "content": QUESTION, "tool_call_id": CALL_ID}], calls=calls)
+        for turn, calls in (({"role": "user", "content": QUESTION}, 0), (RESULT, 1)):
+            last, following = self._tail([], calls=calls), self._tail([turn], calls=calls)
             if following.startswith(last):
                 found += self.encoder.continuation(ANSWER + last, following.removeprefix(last))[:1]
         return tuple(dict.fromkeys(token for token in found if token in self.encoder.added))
@@ -366,8 +286,14 @@ class Chat:
         return self._formats[bool(tools)].turns(messages)
 
     def _render(self, turns: Messages, tools: Sequence[Json] = (), *, opened: bool = False, **variables: Any) -> str:
-        template = self.tokenizer.apply_chat_template
-        return str(template(list(turns), list(tools) or None, tokenize=False, add_generation_prompt=opened, **variables))
+        options = {"chat_template": self._name, "tokenize": False, "add_generation_prompt": opened}
+        return str(self.tokenizer.apply_chat_template(list(turns), list(tools) or None, **options, **variables))
+
+
+@lru_cache(maxsize=8)
+def _variables(template: str) -> frozenset[str]:
+    environment = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(meta.find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
 
 
 def _written(text: str, encoded: Encoded, first: int, end: int) -> list[int]:

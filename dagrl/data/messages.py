@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ QUESTION, ANSWER = "Which is it?", "it-is-so"
 
 CALL_ID = "000000000"
 """Templates of Mistral take ids of nine letters or digits only."""
+
+RESULT: Mapping[str, str] = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
+"""The result of a call in those conversations."""
 
 TOOL: Json = {
     "type": "function",
@@ -130,28 +134,51 @@ class MessageFormat:
     def _call_style(self) -> _CallStyle | None:
         """The style in which the template writes a call, and not as Python shows it; None if it writes none.
 
-        It is one that the template also takes before a result, if there is any.
+        It is one that the template also takes before a result, and after one without another text of that (Apertus), if
+        there is any.
         """
         question, answer = exchange([("f", None)])
-        result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
         found = []
         for place, style in enumerate(_STYLES):
             calls = [_styled(call, as_text=style.as_text) for call in answer["tool_calls"]]
             turns = [self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]
-            text, followed = self._shown(turns), self._shown([*turns, self._turn(result)])
+            text, followed = self._shown(turns), self._shown([*turns, self._turn(RESULT)])
+            again = self._shown([*turns, self._turn(RESULT), turns[1]])
             if ANSWER in text:
-                found.append((not followed, text.count("None") + text.count("{'"), place))
+                rewritten = not again.startswith(followed)
+                found.append((not followed, rewritten, text.count("None") + text.count("{'"), place))
         return _STYLES[min(found)[-1]] if found else None
 
 
-def exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a question and its answer: a text, or calls of functions by name and id, each of which has the text."""
+def answer(calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a turn of the assistant: a text, or calls of functions by name and id, each of which has the text."""
     made = [
         {"id": identity or CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": ANSWER}}}
         for name, identity in calls
     ]
-    answer = {"tool_calls": made} if made else {"content": ANSWER}
-    return [{"role": "user", "content": QUESTION}, {"role": "assistant", **answer}]
+    return {"role": "assistant"} | ({"tool_calls": made} if made else {"content": ANSWER})
+
+
+def exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a question and its answer (`answer`)."""
+    return [{"role": "user", "content": QUESTION}, answer(calls)]
+
+
+def with_answers(before: Messages, after: Messages, most: int, *, called: bool = False) -> Messages:
+    """Returns the conversation `before`, which `after` follows, with an `answer` in place of each turn of the assistant.
+
+    These call the functions whose results follow, but at most `most` in a turn. `called`: the last turn calls one at least.
+    """
+    turns, whole = list[Mapping[str, Any]](), [*before, *after]
+    for place, turn in enumerate(before, start=1):
+        if turn["role"] == "assistant":
+            names = {call.get("id"): call.get("function", {}).get("name") for call in turn.get("tool_calls") or ()}
+            results = [*takewhile(lambda other: other["role"] == "tool", islice(whole, place, None))]
+            calls = [(result.get("name"), result.get("tool_call_id")) for result in results]
+            calls = calls or [(None, None)] * (called and place == len(before))
+            turn = answer([(str(name or names.get(identity) or "f"), identity) for name, identity in calls[:most]])
+        turns.append(turn)
+    return turns
 
 
 def content_of(message: Mapping[str, Any]) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateError
 
-from dagrl.data.chat import Chat, chat_of
+from dagrl.data.chat import GENERATION, Chat, chat_of
 from dagrl.data.encoder import Encoded
 from dagrl.data.examples import Example, Message
 from dagrl.data.media import MEDIA, Expanded, MediaProcessor, Medium, RowMedia
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 Row = TypeVar("Row", "Prompt", "Demonstration", "Preference")
 Turns = Literal["all", "each", "last"]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transformers' mask of assistant tokens
-
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages under which templates expect thoughts; each knows some."""
 
@@ -49,6 +47,7 @@ DIFFERENCES = {
     "joined": "the tokenizer joins the end of a prompt and the start of a turn in one token, such as two newlines, which "
     "generation does not; there the loss begins after it",
     "left out": "the chat template leaves out texts of turns that are learned, such as thoughts",
+    "stopped": "the chat template writes an end of turns inside of one, such as before its calls; there generation stops",
 }
 """How rows may differ from what is generated. The first rows that do are named in a warning."""
 
@@ -214,11 +213,7 @@ def encode_demonstrations(
     A model that takes images has a `processor`, whose tokens its conversations get.
     """
     chat = chat_of(tokenizer)
-    wholes = [
-        whole
-        for example in examples
-        for whole in (_conversations(example, chat, assistant_turns) if example.messages else [_plain(example)])
-    ]
+    wholes = [whole for example in examples for whole in _wholes(example, chat.of(example.tools), assistant_turns)]
     texts = [_expanded(whole.text, whole.example, whole.messages, processor) for whole in wholes]
     wholes = [
         replace(whole, text=text.text, learned=[(text.moved(start), text.moved(end)) for start, end in whole.learned])
@@ -226,17 +221,26 @@ def encode_demonstrations(
     ]
     rows, sources = [], {difference: list[str]() for difference in DIFFERENCES}
     for whole, text, encoded in zip(wholes, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
-        rows.append(_demonstration(whole, encoded, chat))
+        rows.append(_demonstration(whole, encoded, chat.of(whole.example.tools)))
         if processor is not None and whole.example.messages:
             media = _row_media(encoded, text, whole.messages, processor)
             rows[-1] = _with_media(rows[-1], media, processor.before(whole.text, chat.encoder))
-        joined = bool(whole.example.messages) and not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
-        for difference in whole.differences | ({"joined"} if joined else set()):
+        joined = not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
+        found = {"joined": joined, "stopped": _stops_inside(rows[-1], chat.ends)}
+        for difference in whole.differences | {
+            name for name, differs in found.items() if differs and whole.example.messages
+        }:
             sources[difference].append(whole.example.source)
     for difference, named in sources.items():
         if named:
             logger.warning("%s and %d other conversations: %s", named[0], len(named) - 1, DIFFERENCES[difference])
     return rows
+
+
+def _stops_inside(row: Demonstration, ends: frozenset[int]) -> bool:
+    """Returns whether a learned part has a token that ends turns, and learned ones after it."""
+    learned = row.loss_mask > 0
+    return bool((np.isin(row.tokens[:-1], [*ends]) & learned[:-1] & learned[1:]).any())
 
 
 def _with_media(row: Demonstration, media: RowMedia | None, before: Sequence[int]) -> Demonstration:
@@ -362,18 +366,16 @@ class _Whole:
         return self.example.messages[: self.count]
 
 
-def _plain(example: Example) -> _Whole:
-    text = example.prompt + example.response
-    return _Whole(example, text, [(len(example.prompt), len(text))])
-
-
-def _conversations(example: Example, chat: Chat, turns: Turns) -> list[_Whole]:
-    """Puts the loss on all assistant turns in one row, on each in its own row, or on the last only.
+def _wholes(example: Example, chat: Chat, turns: Turns) -> list[_Whole]:
+    """Puts the loss on a plain response, or on all assistant turns in one row, on each in its own row, or on the last only.
 
     Turns that are not learned are context, and so is an assistant turn that opens the conversation, unless the template
     marks it.
     """
-    if turns == "all" and _GENERATION.search(str(chat.tokenizer.chat_template)):
+    if not example.messages:
+        text = example.prompt + example.response
+        return [_Whole(example, text, [(len(example.prompt), len(text))])]
+    if turns == "all" and chat.tokenizer.chat_template and GENERATION.search(chat.template(example.tools)):
         return [_marked(example, chat)]
     ends = [count for count, message in _assistant_turns(example) if message.learned and count > 1]
     if not ends:
@@ -442,7 +444,7 @@ def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str
     if whole.startswith(before, start):
         start += len(before)
     else:  # opened otherwise than the prompt
-        with suppress(Exception):  # a template that takes no text in place of calls
+        with suppress(*([TemplateError] if messages[count - 1].get("tool_calls") else [])):  # a text in place of calls
             found = chat.content_start(messages[: count - 1], whole, example.tools, messages[count:], **example.variables)
             start = max(start, min(found, end))
     if whole.startswith(content, start):
@@ -505,13 +507,14 @@ def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | 
         raise ConfigError(
             f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
-    template = str(chat.tokenizer.chat_template)
-    if unknown := [name for name in example.variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
-        raise DataError(f"{example.source}: 'chat_template_kwargs' has {unknown}, which the chat template does not use")
     try:
-        return chat.render(turns, example.tools, opened=opened, **example.variables)
+        unused = [name for name in example.variables if name not in chat.variables(example.tools)]
+        text = chat.render(turns, example.tools, opened=opened, **example.variables)
     except Exception as error:  # Jinja's errors, and those that templates raise
         raise DataError(f"{example.source}: the chat template rejects the conversation: {error}") from error
+    if unused:
+        raise DataError(f"{example.source}: 'chat_template_kwargs' has {unused}, which the chat template does not use")
+    return text
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:

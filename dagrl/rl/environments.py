@@ -35,7 +35,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import EnvironmentConfig, Json
-from dagrl.data.chat import chat_of
 from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package
@@ -192,12 +191,9 @@ class EnvironmentRunner:
         return closing
 
 
-def reply_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], **template: Any) -> str:
-    """Renders what follows the end of a turn of the policy: `messages`, and the opening of the next turn.
-
-    `template` are further variables of the template.
-    """
-    return chat_of(tokenizer).reply_text(messages, **template)
+def prompt_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """Returns the conversation of a prompt; a plain one is a question of the user."""
+    return [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
 
 
 def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:
@@ -208,7 +204,7 @@ def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "reference": prompt.reference,
-        "messages": [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}],
+        "messages": prompt_messages(prompt),
         "columns": dict(prompt.columns),
         "task": prompt.task,
         "seed": seed,

@@ -166,7 +166,7 @@ def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]]
     config, named = generation_config(derived.config), dict[int, list[str]]()
     sources = {"configured": config.stop_token_ids, **ends}
     if shown:
-        sources["ends turns of the chat template"] = chat.end.tokens
+        sources["ends turns of the chat template"] = chat.stops
         written = chat.end.text.strip()
         strings = {stop.strip() for stop in config.stop_strings}
         parts = sorted(stop for stop in strings if stop and stop != written and stop in written)

@@ -238,7 +238,7 @@ def save_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, dir
     if tokenizer.chat_template is not None:
         path = directory / GENERATION_CONFIG
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        ends = {*end_tokens(content), *chat_of(tokenizer).end.tokens, cast(int, tokenizer.eos_token_id)}
+        ends = {*end_tokens(content), *chat_of(tokenizer).stops, cast(int, tokenizer.eos_token_id)}
         if ends != set(end_tokens(content)):
             path.write_text(json.dumps({**content, "eos_token_id": sorted(ends)}, indent=2) + "\n", encoding="utf-8")
 

@@ -27,7 +27,8 @@ from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
 from dagrl.data.media import MediaProcessor, Medium, load_processor
-from dagrl.data.messages import CALL_ID
+from dagrl.data.messages import RESULT
+from dagrl.data.replies import reply_text
 from dagrl.data.tokenization import (
     Demonstration,
     Preference,
@@ -539,9 +540,14 @@ def _sees_images_whole(hf_config: Mapping[str, Json]) -> bool:
 def _check_tools(chat: Chat, schemas: Sequence[Json]) -> None:
     """Raises ConfigError if the chat template cannot show what tools answer; warns if it shows no tools."""
     try:
-        chat.reply_text([{"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": "1"}], schemas)
+        reply_text(chat, [RESULT], schemas)
     except Exception as error:  # Jinja's errors, and those that templates raise
         raise ConfigError(f"environment.tools: the chat template rejects the result of a tool: {error}") from error
+    if end := chat.stop_before_calls(schemas):
+        raise ConfigError(
+            f"environment.tools: the chat template writes {end!r}, with which generation stops, before the calls of a turn, "
+            "so the policy could make none; use one that ends turns after their calls (policy.tokenizer.chat_template)"
+        )
     asked = [{"role": "user", "content": "1"}]
     if chat.render(asked, schemas, opened=True) == chat.render(asked, opened=True):
         logger.warning("environment.tools: the chat template does not show them, so prompts must describe them")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.data.chat import Chat
 from dagrl.data.messages import Messages
+from dagrl.data.replies import reply_tokens
 from dagrl.rl.agents.conversations import Context, Conversations, Row, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
 from dagrl.rl.tools import CallParser, Calls, vllm_parser
@@ -35,14 +36,21 @@ class Renderer:
         messages, tools, options = plain_messages(body.messages), body.offered_tools, body.chat_template_kwargs
         keys = (json.dumps([tools, options], sort_keys=True), *map(message_key, messages))
         after = conversations.extended_by(keys)
+        if after is None and tools and (end := self._chat.of(tools).stop_before_calls(tools)):
+            raise EndpointError(
+                f"the chat template writes {end!r}, with which generation stops, before the calls of a turn, so the policy "
+                "could make none; use one that ends turns after their calls (policy.tokenizer.chat_template)",
+                param="tools",
+            )
         try:
             if after is None:
                 text = self._chat.render(messages, tools, opened=True, **options)
                 tokens = self._chat.encoder.ids(text)
             else:
                 text = self._text(messages, tools, options)
-                new = messages[len(after.messages) - 1 :]
-                tokens = self._chat.reply([*after.result.tokens], self._stops, new, tools, sys.maxsize, **options)
+                count = len(after.messages) - 1  # without the key of the tools and options
+                turn, before, new = [*after.result.tokens], messages[:count], messages[count:]
+                tokens = reply_tokens(self._chat, turn, self._stops, new, tools, sys.maxsize, before, **options)
         except Exception as error:  # Jinja's errors, and those that templates raise
             raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
         return Context(after, tokens, text, keys, messages)

@@ -45,8 +45,8 @@ class Episode:
     that are not trained on, and `untrained` counts sampled tokens that are in the loss of none. `reward_parts` are the
     rewards that it named.
 
-    `replies` are the messages of the environment, and `renders_again` says whether the template's text of the finished
-    conversation has these tokens (None: not known).
+    `replies` are the texts or messages of the environment, and `renders_again` says whether the template's text of the
+    finished conversation has these tokens (None: not known).
     """
 
     prompt: Prompt
@@ -70,7 +70,7 @@ class Episode:
     others: list[Episode] = field(default_factory=list)
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    replies: list[list[dict[str, Any]]] = field(default_factory=list)
+    replies: list[str | list[dict[str, Any]]] = field(default_factory=list)
     renders_again: bool | None = None
 
     def __post_init__(self) -> None:

@@ -180,7 +180,7 @@ class Rollouts:
         requests = {id(episode): request for request, (_, episode) in self._requests.items()}
         episodes = []
         for episode in group.episodes:
-            copy = replace(episode, turn_rewards=list(episode.turn_rewards))
+            copy = replace(episode, turn_rewards=[*episode.turn_rewards], replies=[*episode.replies])
             if (tokens := partial.get(requests.get(id(episode), -1))) is not None:
                 copy.append(tokens)
             episodes.append(copy)

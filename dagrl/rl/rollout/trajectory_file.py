@@ -19,7 +19,8 @@ NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")
 """Stands for a prompt of the data, which the group's key names. Only prompts given by an environment are saved."""
 EXPERTS = "experts"
 KEPT_FIELDS = (
-    "seed", "max_new_tokens", "finish_reason", "turns", "turn_start", "opened", "awaiting", "failure", "turn_rewards"
+    "seed", "max_new_tokens", "finish_reason", "turns", "turn_start", "opened", "awaiting", "failure", "turn_rewards",
+    "replies",
 )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def write_trajectories(
     arrays[EXPERTS] = np.concatenate([record.reshape(-1) for record in records] or [np.zeros(0, np.uint8)])
     np.savez(directory / ARRAYS, allow_pickle=False, **arrays)
     index = {"state": state, "settings": settings, "groups": [_describe(saved) for saved in groups]}
-    (directory / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    (directory / INDEX).write_text(json.dumps(index, default=str), encoding="utf-8")
 
 
 def read_trajectories(directory: Path) -> SavedTrajectories | None:

@@ -8,7 +8,7 @@ with open_turns(config, tokenizer) as turns:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.data.chat import chat_of
+from dagrl.data.replies import reply_tokens, text_tokens
 from dagrl.rl.agents.runner import AgentRunner
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, prompt_messages
 from dagrl.rl.functions.answers import split_done
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rollout.agent_turns import AgentTurns
@@ -186,22 +187,20 @@ class EnvironmentTurns:
 
     def _tokens(self, episode: Episode, reply: str | list[dict[str, Any]], room: int) -> list[int]:
         """Returns the tokens of a reply to the last turn; if they are more than there is `room` for, some are left out."""
-        turn = episode.tokens[episode.turn_start :].tolist()
-        if isinstance(reply, str):
-            return self._chat.text_reply(turn, reply, room)
+        turn, prompt = episode.tokens[episode.turn_start :].tolist(), episode.prompt
+        before = [*_conversation(episode, [""] * episode.turns), {"role": "assistant"}]
         episode.replies.append(reply)
-        return self._chat.reply(turn, self._stops, reply, episode.prompt.tools, room, **episode.prompt.variables)
+        if isinstance(reply, str):
+            return text_tokens(self._chat, turn, reply, room)
+        return reply_tokens(self._chat, turn, self._stops, reply, prompt.tools, room, before, **prompt.variables)
 
     def _renders_again(self, episode: Episode) -> bool | None:
         """Returns whether the template writes the conversation up to the last turn with the tokens that it has."""
-        turns = self._texts(episode)
-        if not episode.replies or len(episode.replies) != len(turns) - 1:  # texts, or a resumed run
+        texts, prompt = self._texts(episode), episode.prompt
+        if not 0 < len(episode.replies) == len(texts) - 1 or any(isinstance(reply, str) for reply in episode.replies):
             return None
-        messages: list[Mapping[str, Any]] = [*episode.prompt.messages]
-        for text, reply in zip(turns, episode.replies, strict=False):
-            messages += [{"role": "assistant", "content": text}, *reply]
-        tokens = [*episode.prompt.tokens.tolist(), *episode.tokens[: episode.turn_start].tolist()]
-        return self._chat.renders(messages, episode.prompt.tools, tokens, **episode.prompt.variables)
+        tokens = [*prompt.tokens.tolist(), *episode.tokens[: episode.turn_start].tolist()]
+        return self._chat.renders(_conversation(episode, texts), prompt.tools, tokens, **prompt.variables)
 
     def _texts(self, episode: Episode) -> list[str]:
         turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
@@ -219,6 +218,15 @@ class EnvironmentTurns:
 
     def _question(self, group: RolloutGroup, episode: Episode) -> Question:
         return Question(_key(group, episode), episode.prompt, episode.seed, self._texts(episode), group.episodes[0].seed)
+
+
+def _conversation(episode: Episode, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the conversation up to the last reply, with these texts of the policy's turns."""
+    messages = prompt_messages(episode.prompt)
+    for text, reply in zip(texts, episode.replies, strict=False):
+        messages.append({"role": "assistant", "content": text})
+        messages += [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
+    return messages
 
 
 def _key(group: RolloutGroup, episode: Episode) -> str:

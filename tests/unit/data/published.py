@@ -408,6 +408,44 @@ R1_DISTILL_QWEN = (
     "{% if m.role == 'tool' %}<|tool_output|>{{ m.content }}<|tool_output_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|>{% endif %}"
 )
+APERTUS_TOOLS = (
+    "{% set ns = namespace(ours=false, listed=false) %}{% for m in messages %}"
+    "{% if ns.listed and m.role != 'tool' and (m.role == 'user' or m.content is not none) %}]{% set ns.listed = false %}{% endif %}"
+    "{% if m.role == 'user' %}{{ '<|assistant_end|>' if ns.ours }}{% set ns.ours = false %}<|user_start|>{{ m.content }}<|user_end|>"
+    "{% elif m.role == 'assistant' %}{{ '<|assistant_start|>' if not ns.ours }}{% set ns.ours = true %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}<|tools_prefix|>[{% for c in m.tool_calls %}"
+    '{"{{ c.function.name }}": {{ c.function.arguments | tojson }}}{{ ", " if not loop.last }}'
+    "{% endfor %}]<|tools_suffix|>{% endif %}"
+    "{% else %}{{ ', ' if ns.listed else '[' }}{% set ns.listed = true %}{{ m.content }}{% endif %}{% endfor %}{{ ']' if ns.listed }}"
+    "{% if add_generation_prompt %}<|assistant_start|>{% endif %}"
+)
+KIMI_K2 = (
+    "{% set ns = namespace(made=0, told=0) %}{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content or '' if m.role != 'tool' }}"
+    "{% for c in m.tool_calls or [] %}<|calls|>functions.{{ c.function.name }}:{{ ns.made }}<|args|>{{ c.function.arguments | tojson }}<|calls_end|>"
+    "{% set ns.made = ns.made + 1 %}{% endfor %}{% if m.role == 'tool' %}## Return of functions.f:{{ ns.told }}\n{{ m.content }}"
+    "{% set ns.told = ns.told + 1 %}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+MISTRAL_SYSTEM = MISTRAL3.replace(
+    "{% for m in messages %}",
+    "{% set rules = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}{% for m in messages %}",
+).replace("[INST] {{ m.content }}", "[INST] {{ rules if loop.last }}{{ m.content }}")
+BIELIK = CHATML.replace(
+    "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n",
+    "{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' if m.role != 'tool' or loop.index0 % 2 == 0 }}",
+)
+GIGACHAT3 = (
+    "{% for m in messages %}{{ m.role }}<|role_sep|>\n{{ m.content or '' }}<|message_sep|>\n\n{% if m.tool_calls %}function call<|role_sep|>\n"
+    "{{ m.tool_calls[0].function | tojson }}<|message_sep|>\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant<|role_sep|>\n{% endif %}"
+)
+GLM_TRAINING = (
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% else %}{{ '<|' + m.role + '|>' if m.role == 'assistant' or loop.first or messages[loop.index0 - 1].role != 'assistant' }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>{% endfor %}\n</tool_call>"
+    "{% endfor %}{{ ('<|observation|>' if m.tool_calls else '<|user|>') if m.role == 'assistant' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 QWQ = CHATML.replace("{{ m.content or '' }}", "{{ m.content.strip() if not loop.last else m.content or '' }}")
 
 IM_END = "<|im_end|>"
@@ -550,3 +588,25 @@ TWO_WAYS = {
     )
 }
 """Templates that write a turn, or how it begins, in two ways: with calls and without, or last and before others."""
+
+WHOLE = [
+    Kind(
+        "Apertus, tools",
+        "gpt2",
+        "<|assistant_end|> <|tools_suffix|>",
+        APERTUS_TOOLS,
+        (
+            *(f"<|{role}_{edge}|>" for role in ("user", "assistant") for edge in ("start", "end")),
+            "<|tools_prefix|>",
+            "<|tools_suffix|>",
+        ),
+        eos="<|assistant_end|>",
+        opens_alike=False,
+        writes_end=False,
+    ),
+    Kind("Kimi K2", "tiktoken", IM_END, KIMI_K2, KIMI_TOKENS),
+    Kind("Mistral, system last", "legacy", "</s>", MISTRAL_SYSTEM, MISTRAL_TOKENS, bos="<s>", eos="</s>", again=False),
+    Kind("Bielik", "nfc", IM_END, BIELIK, CHATML_TOKENS),
+    Kind("GLM-4.5, TRL", "tiktoken", "<|user|> <|observation|>", GLM_TRAINING, GLM_TOKENS),
+]
+"""Templates whose text of a reply depends on more than the turn before it, or opens what follows a turn as its end."""

@@ -25,14 +25,15 @@ from dagrl.data import Example
 from dagrl.data.chat import chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
+from dagrl.data.replies import reply_text, reply_tokens, text_tokens
 from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_preferences, encode_prompts, with_opening
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
-from dagrl.rl.agents.protocol import ChatBody
+from dagrl.rl.agents.protocol import ChatBody, EndpointError
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
 from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
-from tests.unit.data.published import CHATML, KINDS, MISTRAL1, TWO_WAYS, Kind, tokenizer_of
+from tests.unit.data.published import CHATML, COMMAND, GIGACHAT3, KINDS, MISTRAL1, TWO_WAYS, WHOLE, Kind, tokenizer_of
 
 TEXTS = {
     "one": ["hello", "and it"],
@@ -166,7 +167,7 @@ def test_turns_are_joined_by_the_templates_own_text(kind: Kind, end: str) -> Non
     other = 5  # a configured stop token, which ended the turn in place of the template's end
     turn = {"the template's": turn, "another": [*turn[:-1], other], "none": turn[:-1]}[end]
     prompt = truth(kind, [asked], opened=True)
-    reply = chat.reply(turn, frozenset({other}), [more], (), 1000)
+    reply = reply_tokens(chat, turn, frozenset({other}), [more], (), 1000)
     whole = truth(kind, [asked, answer, more], opened=True)
     kept = len(prompt) + len(turn) - (end != "none")
     if whole[:kept] == [*prompt, *turn][:kept]:
@@ -203,12 +204,130 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
     prompt_tokens = truth(kind, turns[:1], TOOLS, opened=True)
     (row,) = encode_demonstrations([example_of(turns[:2], TOOLS)], tokenizer, "last")
     (turn,) = parts(row)
-    assert [*prompt_tokens, *turn, *chat.reply(turn, frozenset(), results, TOOLS, 1000)] == requests[0]
+    assert [*prompt_tokens, *turn, *reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)] == requests[0]
     rest = requests[0][len(prompt_tokens) + len(turn) :]
     opening = [turn[-1]] if kind.name in ("Gemma 4", "GLM-4.5") else []  # of a result, which also ends the call
-    assert chat.reply([*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000) == [*opening, *rest]
+    assert reply_tokens(chat, [*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000) == [*opening, *rest]
     if kind.writes_end:
-        assert chat.reply(turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
+        assert reply_tokens(chat, turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
+
+
+RESULTS = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": f"it is {call['id'][-1]}"} for call in CALLS]
+CALLING_KINDS = {kind.template: kind for kind in KINDS if kind.tools}.values()
+AS_TEXT = [{**call, "function": {"name": "f", "arguments": json.dumps(call["function"]["arguments"])}} for call in CALLS]
+CHAIN = [
+    {"role": "system", "content": "the"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]},
+    RESULTS[0],
+    {"role": "assistant", "content": None, "tool_calls": AS_TEXT[1:]},
+    RESULTS[1],
+    {"role": "assistant", "content": "and it"},
+    {"role": "user", "content": "a"},
+]
+
+
+@pytest.mark.parametrize("kind", [*CALLING_KINDS, *WHOLE], ids=lambda kind: kind.name)
+def test_replies_are_those_of_the_whole_conversation(kind: Kind) -> None:
+    """Agents send it, with the calls of the policy and results without names; environments know what they replied."""
+    tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind)).of(TOOLS)
+    renderer, agent, known = Renderer(tokenizer, "hermes"), Conversations(), []
+    messages = CHAIN if kind.name in ("Mistral, system last", "Bielik") else CHAIN[1:]
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            known.append(message)
+            continue
+        sent = [{key: turn[key] for key in turn if key != "name"} for turn in messages]
+        context = renderer.context(ChatBody(model="policy", messages=sent[:place], tools=TOOLS), agent)
+        (row,) = encode_demonstrations([example_of(messages[: place + 1], TOOLS)], tokenizer, "last")
+        turn = parts(row)[-1]
+        result = FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
+        agent.add(Answer(context, result, message_key(message), trained=True))
+        following = renderer.context(ChatBody(model="policy", messages=sent[: place + 2], tools=TOOLS), agent)
+        known.append({"role": "assistant", "content": renderer.text(turn)})
+        assert list(following.tokens) == reply_tokens(chat, turn, frozenset(), [messages[place + 1]], TOOLS, 1000, known)
+        whole = truth(kind, shown(kind, messages[: place + 2]), TOOLS, opened=True)
+        if kind.again and kind.opens_alike:
+            assert following.whole() == whole
+        assert list(following.tokens) == whole[-len(following.tokens) :]
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "gpt-oss", "GLM-4.5, TRL", "Apertus, tools", "Kimi K2"])
+def test_a_question_may_follow_a_call(name: str) -> None:
+    kind = next(kind for kind in (*KINDS, *WHOLE) if kind.name == name)
+    tokenizer = tokenizer_of(kind)
+    asked, more = messages_of(["hello", "", "a"])[::2]
+    turns = [asked, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}]
+    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer, "last")
+    reply = reply_tokens(chat_of(tokenizer), parts(row)[-1], frozenset(), [more], TOOLS, 1000)
+    whole = truth(kind, shown(kind, [*turns, more]), TOOLS, opened=True)
+    if name == "Apertus, tools":  # the end of the assistant's turns, of which calls are a part
+        assert [tokenizer.eos_token_id, *reply[1:]] == reply
+    assert [*row.tokens.tolist(), *reply] == whole
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5", "GLM-4.5, TRL"])
+def test_what_follows_a_turn_is_opened_also_after_another_opening(name: str) -> None:
+    """The policy stopped with `<|user|>`, but called a tool."""
+    kind = next(kind for kind in (*KINDS, *WHOLE) if kind.name == name)
+    tokenizer = tokenizer_of(kind)
+    (row,) = encode_demonstrations([example_of(CHAIN[1:3], TOOLS)], tokenizer, "last")
+    wrong = [*parts(row)[-1][:-1], tokenizer.convert_tokens_to_ids("<|user|>")]
+    text = tokenizer.decode(reply_tokens(chat_of(tokenizer), wrong, frozenset(), RESULTS[:1], TOOLS, 1000))
+    assert text == "<|observation|>\n<tool_response>\nit is 0\n</tool_response><|assistant|>\n"
+
+
+def test_calls_after_the_end_of_a_turn_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """GigaChat 3 writes a call as a message of its own: the policy, which stops before it, can make none."""
+    tokens = ("<|role_sep|>", "<|message_sep|>")
+    tokenizer = tokenizer_of(Kind("GigaChat 3", "tiktoken", "<|message_sep|>", GIGACHAT3, tokens, eos="</s>"))
+    assert chat_of(tokenizer).stop_before_calls(TOOLS) == "<|message_sep|>"
+    with pytest.raises(EndpointError, match=r"writes '<\|message_sep\|>', with which generation stops, before the calls"):
+        Renderer(tokenizer, "hermes").context(ChatBody(model="policy", messages=CHAIN[1:2], tools=TOOLS), Conversations())
+    encode_demonstrations([example_of(CHAIN[1:3], TOOLS)], tokenizer)
+    assert "an end of turns inside of one" in caplog.text
+    assert not any(chat_of(tokenizer_of(kind)).stop_before_calls(TOOLS) for kind in (*KINDS, *TWO_WAYS.values(), *WHOLE))
+
+
+def test_each_of_several_templates_has_its_own_end() -> None:
+    """Command R+ has one for tools, which writes an instruction after every conversation."""
+    kind = TWO_WAYS["Command R+"]
+    tokenizer, asked = copy.copy(tokenizer_of(kind)), messages_of(TEXTS["one"])
+    tokenizer.chat_template = {
+        "default": COMMAND.replace("<|END_RESPONSE|>", "").replace("<|END_OF_TURN|>", "<|END_RESPONSE|>"),
+        "tool_use": kind.template,
+    }  # type: ignore[assignment]
+    learned = {(): "<|START_RESPONSE|>and it<|END_RESPONSE|>", tuple(map(str, TOOLS)): "and it<|END_OF_TURN|>"}
+    for tools, text in zip(([], TOOLS), learned.values(), strict=True):
+        example = example_of(asked, tools)
+        (row,), (prompt,) = encode_demonstrations([example], tokenizer), encode_prompts([example], tokenizer)
+        whole = tokenizer.apply_chat_template(asked, tools or None, tokenize=True)["input_ids"]
+        assert row.tokens.tolist() == whole and tokenizer.decode(parts(row)[-1]) == text
+        assert prompt.tokens.tolist() == whole[: len(prompt)] or tools
+        chat, more = chat_of(tokenizer).of(tools), messages_of(["a"])
+        opened = tokenizer.apply_chat_template([*asked, *more], tools or None, add_generation_prompt=True)["input_ids"]
+        reply = reply_tokens(chat, parts(row)[-1], frozenset(), more, tools, 1000, asked)
+        assert reply == opened[-len(reply) :] and tokenizer.decode(reply).startswith("<|START|><|USER|>a")
+    ends = tokenizer.convert_ids_to_tokens(chat_of(tokenizer).stops)
+    assert set(ends) == {"<|END_RESPONSE|>", "<|END_OF_TURN|>"}
+
+
+def test_variables_that_the_template_does_not_use_are_an_error() -> None:
+    """A comment, a string or a part of a name is no use; one in a `{% generation %}` block is."""
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    tokenizer.chat_template = (
+        "{# thinking #}{% generation %}{{ 'effort' if enable_thinking else '' }}{% endgeneration %}" + CHATML
+    )
+    row = {"messages": messages_of(TEXTS["one"])}
+    for name in ("thinking", "effort", "enable_thinking"):
+        example = demonstration_of(row | {"chat_template_kwargs": {name: True}}, "row 1", DataConfig(path="x"))
+        if name == "enable_thinking":
+            assert encode_prompts([example], tokenizer)[0].text.startswith("effort")
+        else:
+            with pytest.raises(
+                DataError, match=rf"'chat_template_kwargs' has \['{name}'\], which the chat template does not"
+            ):
+                encode_prompts([example], tokenizer)
 
 
 CALLING = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
@@ -245,15 +364,17 @@ def test_a_turn_that_is_written_otherwise_before_others_is_not_repeated(
     whole = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True))
     before, _, after = whole.rpartition(closing)
     assert before and after.startswith(end)
-    reply = chat.reply(turn, frozenset(), results, TOOLS, 1000)
+    reply = reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)
     assert tokenizer.decode(reply) == after.removeprefix(end)
-    assert tokenizer.decode(chat.reply([*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000)) == after.removeprefix(end)
+    assert tokenizer.decode(reply_tokens(chat, [*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000)) == after.removeprefix(
+        end
+    )
     results[0]["content"] = "}"  # as the call has
     again = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True)).rpartition(closing)[2]
-    assert tokenizer.decode(chat.reply(turn, frozenset(), results, TOOLS, 1000)) == again.removeprefix(end)
+    assert tokenizer.decode(reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)) == again.removeprefix(end)
     results[0]["content"] = "it is 5"
     ended = turn[: len(turn) - len(tokenizer(end)["input_ids"] if tokenizer.decode(turn).endswith(end) else turn[-1:])]
-    assert tokenizer.decode(chat.reply(ended, frozenset(), results, TOOLS, 1000)) == after, "a string ended it"
+    assert tokenizer.decode(reply_tokens(chat, ended, frozenset(), results, TOOLS, 1000)) == after, "a string ended it"
 
 
 def test_a_turn_whose_end_is_not_found_before_others_is_an_error() -> None:
@@ -263,7 +384,7 @@ def test_a_turn_whose_end_is_not_found_before_others_is_an_error() -> None:
     )
     chat = chat_of(tokenizer_of(replace(kind, template=template)))
     with pytest.raises(ValueError, match=r"it ends a turn with .*stop.* where no end was found"):
-        chat.reply_text([{"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "f", "content": "it is 5"}], TOOLS)
+        reply_text(chat, [{"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "f", "content": "it is 5"}], TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +430,7 @@ def test_turns_before_others_have_the_end_that_only_these_have(name: str, end: s
     assert row.tokens.tolist() == learned_truth(kind, messages) and chat.end.text == end
     after = tokenizer.decode(truth(kind, messages[:3], opened=True)).partition("and it")[2]
     for turn, rest in ((parts(row)[0], after.removeprefix(end)), (parts(row)[1], after.removeprefix(end)), ([5], after)):
-        assert tokenizer.decode(chat.reply(turn, frozenset(), messages[2:3], (), 1000)) == rest
+        assert tokenizer.decode(reply_tokens(chat, turn, frozenset(), messages[2:3], (), 1000)) == rest
 
 
 @kinds
@@ -368,7 +489,7 @@ def test_a_long_text_is_tokenized_only_until_it_exceeds_the_room() -> None:
     tokenizer, room = character_tokenizer("0123456789"), 6
     for text in ("", "12", "123456", "1" * 30, "1" * 10_000):
         tokens, whole = (
-            chat_of(tokenizer).text_reply([4], text, room),
+            text_tokens(chat_of(tokenizer), [4], text, room),
             tokenizer(text, add_special_tokens=False)["input_ids"],
         )
         assert tokens == whole if len(whole) <= room else room < len(tokens) <= 50
@@ -377,7 +498,7 @@ def test_a_long_text_is_tokenized_only_until_it_exceeds_the_room() -> None:
 def test_a_long_reply_fits_if_the_tokenizer_drops_most_characters() -> None:
     tokenizer = character_tokenizer("0123456789")
     tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
-    assert chat_of(tokenizer).text_reply([4], " " * 10_000 + "12", 6) == [5, 6]
+    assert text_tokens(chat_of(tokenizer), [4], " " * 10_000 + "12", 6) == [5, 6]
 
 
 class WithoutOffsets:
@@ -408,7 +529,9 @@ def test_a_tokenizer_without_offsets_has_the_same_edges(kind: Kind) -> None:
         assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.loss_mask.tolist() == theirs.loss_mask.tolist()
     chats, turn = (chat_of(fast), chat_of(slow)), sampled(kind, asked, "and it")[:-1]
     assert chats[0].end == chats[1].end
-    assert chats[0].reply(turn, frozenset(), reply, (), 1000) == chats[1].reply(turn, frozenset(), reply, (), 1000)
+    assert reply_tokens(chats[0], turn, frozenset(), reply, (), 1000) == reply_tokens(
+        chats[1], turn, frozenset(), reply, (), 1000
+    )
 
 
 @pytest.mark.parametrize(
@@ -439,14 +562,14 @@ def test_a_turn_ends_at_the_eos_token() -> None:
     )
     (row,) = encode_demonstrations([example_of(messages_of(["1", "5", "2", "6"]))], tokenizer)
     assert [tokenizer.decode(part) for part in parts(row)] == ["5<eos>", "6<eos>"]
-    assert chat_of(tokenizer).end.text == "<eos>" and chat_of(tokenizer).reply_text(messages_of(["3"])) == "\n<u>3<a>"
+    assert chat_of(tokenizer).end.text == "<eos>" and reply_text(chat_of(tokenizer), messages_of(["3"])) == "\n<u>3<a>"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.tools], ids=lambda kind: kind.name)
 def test_results_of_several_calls_follow_a_turn(kind: Kind) -> None:
     """Also with templates that take one call of a turn: the policy made them."""
     results = [{"role": "tool", "tool_call_id": call["id"], "content": f"it is {call['id']}"} for call in CALLS]
-    text = chat_of(tokenizer_of(kind)).reply_text(results)
+    text = reply_text(chat_of(tokenizer_of(kind)), results)
     assert [text.count(result["content"]) for result in results] == [1, 1]
 
 
@@ -460,7 +583,7 @@ def test_messages_of_openais_format_have_one_rendering() -> None:
     body = ChatBody(model="policy", messages=openai)
     assert prompt.tokens.tolist() == truth(KINDS[0], plain, opened=True)
     assert Renderer(chat.tokenizer, "hermes").context(body, Conversations()).whole() == prompt.tokens.tolist()
-    assert chat.reply_text(openai) == chat.reply_text(plain)
+    assert reply_text(chat, openai) == reply_text(chat, plain)
 
 
 @pytest.mark.parametrize(("prompt", "response"), [("it\n", "\nand"), ("it  ", "  and"), ("it\n", "\n")])
@@ -517,7 +640,7 @@ def test_a_string_that_ended_a_turn_is_not_repeated(kind: str, sampled: str) -> 
     prompt, whole = (chat.render(messages[:end], opened=True) for end in (1, 3))
     assert whole == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turn = tokenizer(sampled, add_special_tokens=False)["input_ids"]
-    text = tokenizer.decode([*turn, *chat.reply(turn, frozenset(), messages[2:], (), 1000)])
+    text = tokenizer.decode([*turn, *reply_tokens(chat, turn, frozenset(), messages[2:], (), 1000)])
     if sampled == "and <":  # as much may be the start of the end, and is
         assert squeezed(text) in (
             squeezed(whole.removeprefix(prompt)),
@@ -776,4 +899,4 @@ def test_agents_and_environments_continue_alike(kind: Kind) -> None:
     ]
     following = renderer.context(ChatBody(model="policy", messages=again), agent)
     assert following.after is agent.answers[0]
-    assert list(following.tokens) == chat.reply(turn, frozenset(), [more], (), 1000)
+    assert list(following.tokens) == reply_tokens(chat, turn, frozenset(), [more], (), 1000)

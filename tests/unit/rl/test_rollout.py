@@ -237,10 +237,10 @@ def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
     assert environment.closed == ["1/0"]
 
 
-def test_a_checkpoint_has_the_prompts_that_an_environment_gave(tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_an_environment_gave(tmp_path: Path) -> None:
     given = replace(PROMPT, text="2+", tokens=np.array([6, 5, 5]), messages=({"role": "user", "content": "2+"},))
     episode = begun(2, opened=True, turns=1)
-    episode.prompt = given
+    episode.prompt, episode.replies = given, ["3+", [{"role": "user", "content": "4+"}]]
     waiting = fresh(3)
     waiting.awaiting = True
     write_trajectories(tmp_path, [SavedGroup(group(0, episode, waiting), 0, True)], {}, {})
@@ -249,6 +249,7 @@ def test_a_checkpoint_has_the_prompts_that_an_environment_gave(tmp_path: Path) -
     actual, unopened = saved.groups[0].group.episodes
     assert actual.opened and actual.prompt.text == "2+" and actual.prompt.tokens.tolist() == [6, 5, 5]
     assert list(actual.prompt.messages) == [{"role": "user", "content": "2+"}]
+    assert actual.replies == episode.replies, "later replies are rendered with them"
     assert not unopened.opened and not len(unopened.prompt), "the data have it"
     environment = ManualEnvironment(opens=True)
     bench = Bench(environment)
