@@ -145,12 +145,13 @@ def _require(path: str | Path) -> None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raises DataError for what `datasets` and Arrow raise in the block."""
+    """Raises DataError for what `datasets` and Arrow raise in the block. Asks the Hub nothing if it does not answer."""
     import pyarrow
     from datasets.exceptions import DatasetsError
 
     try:
-        yield
+        with nullcontext() if not _is_hub_name(path) or hub_has(str(path), "dataset") is not None else _offline():
+            yield
     except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
         what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
         raise DataError(f"cannot read {str(path)!r} as {what}: {error}") from error
@@ -170,8 +171,7 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
         if any((path / name).exists() for name in _SAVED):
             dataset = load_from_disk(str(path))
         elif path.suffix not in SUFFIXES or path.is_dir():
-            with nullcontext() if path.is_dir() or hub_has(str(path), "dataset") is not None else _offline():
-                dataset = load_dataset(str(path), subset)  # data files of a directory or the Hub
+            dataset = load_dataset(str(path), subset)  # data files of a directory or the Hub
         elif path.suffix == ".arrow":
             dataset = Dataset.from_file(str(path))
         else:

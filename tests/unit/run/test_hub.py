@@ -16,8 +16,9 @@ import yaml
 from safetensors import safe_open
 
 from dagrl.cli.main import main
-from dagrl.config import Config, RandomInit
-from dagrl.errors import ConfigError
+from dagrl.config import Config, DataConfig, RandomInit
+from dagrl.data import load_splits
+from dagrl.errors import ConfigError, DataError
 from dagrl.run.model import character_tokenizer, with_local_models, write_random_model
 from dagrl.run.preflight import preflight
 
@@ -152,6 +153,8 @@ def test_a_hub_out_of_reach_is_asked_once(cache: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: pytest.fail("the client retries"))
     with pytest.raises(ConfigError, match=rf"'{NAME}' is neither a directory"):
         preflight(config(tmp_path))
+    with pytest.raises(DataError, match=r"cannot read 'tester/none' as a Hugging Face dataset"):
+        load_splits(DataConfig(path="tester/none"))
 
 
 def test_a_dry_run_saves_the_directory_with_its_origin(
