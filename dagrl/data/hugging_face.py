@@ -10,6 +10,7 @@ Needs `datasets`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -124,6 +125,12 @@ def hub_has(name: str, kind: Literal["model", "dataset"]) -> bool | None:
     return True
 
 
+def cache_advice(error: Exception) -> str:
+    """Returns what to do if the cache of the Hub's libraries cannot be written; "" for other errors."""
+    readable = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+    return ". Set HF_HOME to a directory that can be written" if readable else ""
+
+
 @contextmanager
 def _offline() -> Iterator[None]:
     """Lets `datasets` read its cache alone."""
@@ -154,7 +161,7 @@ def _reading(path: Path) -> Iterator[None]:
             yield
     except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
         what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
-        raise DataError(f"cannot read {str(path)!r} as {what}: {error}") from error
+        raise DataError(f"cannot read {str(path)!r} as {what}: {error}{cache_advice(error)}") from error
 
 
 def _check_split(path: str | Path, split: str, splits: Iterable[str]) -> None:

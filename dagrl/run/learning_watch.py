@@ -87,11 +87,18 @@ class LearningWatch:
 
 @dataclass
 class UpdateCount:
-    """Counts the steps of this process that changed weights, and those in a row that changed none."""
+    """Counts steps of this process that changed weights, in all and in the stage, and those in a row that changed none."""
 
     changed: int = 0
+    changed_in_stage: int = 0
     unchanged: int = 0
     reason: str = ""
+    stage: str = ""
+
+    def begin(self, stage: str) -> None:
+        """Ends the stage before as `check_end` does, and begins another."""
+        self.check_end()
+        self.stage, self.changed_in_stage, self.unchanged = stage, 0, 0
 
     def count(self, metrics: Mapping[str, float], limit: int) -> None:
         """Counts a finished step. Raises RunError if the last `limit` steps changed no weights."""
@@ -99,7 +106,7 @@ class UpdateCount:
             return  # only a critic learned, or workers of another kind do not say
         norm = metrics.get(GRAD_NORM)
         if norm is not None and math.isfinite(norm) and norm > 0:
-            self.changed, self.unchanged = self.changed + 1, 0
+            self.changed, self.changed_in_stage, self.unchanged = self.changed + 1, self.changed_in_stage + 1, 0
             return
         self.unchanged += 1
         self.reason = NO_TOKENS if norm is None else ZERO if norm == 0 else NOT_FINITE.format(norm=norm)
@@ -107,9 +114,10 @@ class UpdateCount:
             raise RunError(f"the last {limit} steps ({LIMIT_KEY}) changed no weights. In the last of them {self.reason}")
 
     def check_end(self) -> None:
-        """Raises RunError if steps were counted, and none changed weights."""
-        if self.unchanged and not self.changed:
+        """Raises RunError if the stage has steps and none changed weights; if gradients were 0, as they may be when rewards
+        are equal for a while, only if none of the run did."""
+        if self.unchanged and not (self.changed if self.reason == ZERO else self.changed_in_stage):
             raise RunError(
-                f"the run has learned nothing: none of its {self.unchanged} steps changed weights. In the last of them "
-                f"{self.reason}"
+                f"the run has learned nothing: none of its {self.unchanged} {self.stage} steps changed weights. In the last "
+                f"of them {self.reason}"
             )

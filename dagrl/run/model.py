@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.settings import TOKENIZER_KEY, model_names
 from dagrl.data.chat import chat_of
-from dagrl.data.hugging_face import is_hub_id
+from dagrl.data.hugging_face import cache_advice, is_hub_id
 from dagrl.data.media import PROCESSOR_FILES
 from dagrl.errors import ConfigError
 from dagrl.files import replace_directory
@@ -81,7 +81,7 @@ def _download(name: str, key: str) -> Path:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"{key}: {name!r} is neither a directory (relative to {Path.cwd()}) nor a model that the Hugging Face Hub or "
-            f"its cache has: {reason}. Check the id, log in with `hf auth login` for a gated model, or "
+            f"its cache has: {reason}{cache_advice(error)}. Check the id, log in with `hf auth login` for a gated model, or "
             "download it and name its directory"
         ) from error
 

@@ -86,7 +86,8 @@ class Session:
         return not (last or self.stop.requested or self.checkpoints.due(step))
 
     def begin(self, stage: Stage) -> None:
-        """Shows the stage, and how many of its steps are finished."""
+        """Shows the stage, and how many of its steps are finished. Raises RunError if the one before changed no weights."""
+        self.updates.begin(stage.name)
         position = min(self.step, stage.last) - stage.after
         self.recorder.progress.step(position, stage.last - stage.after, {}, stage=stage.name)
 
@@ -117,7 +118,7 @@ class Session:
     def finish(self) -> None:
         """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`).
 
-        Raises RunError if no step has changed weights.
+        Raises RunError if no step of the last stage has changed weights.
         """
         self.updates.check_end()
         config, directory = self.config, self.recorder.paths.final_model
