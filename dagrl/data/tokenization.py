@@ -12,14 +12,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 
 from dagrl.data.chat import GENERATION, Chat, chat_of
 from dagrl.data.encoder import Encoded
@@ -444,9 +442,12 @@ def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str
     if whole.startswith(before, start):
         start += len(before)
     else:  # opened otherwise than the prompt
-        with suppress(*([TemplateError] if messages[count - 1].get("tool_calls") else [])):  # a text in place of calls
+        try:
             found = chat.content_start(messages[: count - 1], whole, example.tools, messages[count:], **example.variables)
             start = max(start, min(found, end))
+        except Exception:
+            if not _calls(example.messages[count - 1]):
+                raise  # results may not follow a text in place of calls
     if whole.startswith(content, start):
         end = start + len(content)
     elif whole.endswith(after, start, end):

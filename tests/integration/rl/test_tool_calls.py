@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from dagrl.config import EnvironmentConfig
-from dagrl.data.chat import chat_of
-from dagrl.data.replies import reply_text
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment
+from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment, reply_text
 from dagrl.run.model import character_tokenizer
 from tests.integration.rl.test_agent_packages import served
 from tests.unit.rl.test_agent_endpoint import ASKED, END, Served, learned_texts
@@ -56,7 +54,7 @@ def test_calls_are_answered_in_the_chat_template() -> None:
     check_environment(config)
     with EnvironmentRunner(config, tokenizer) as environment:
         actual = environment.submit(0, questions).result()
-    assert [reply_text(chat_of(tokenizer), reply.content) for reply in actual[:-1]] == list(turns.values())
+    assert [reply_text(tokenizer, reply.content) for reply in actual[:-1]] == list(turns.values())
     assert actual[-1] == Reply(None), "a turn without a call ends the sequence"
 
 

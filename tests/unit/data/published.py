@@ -8,7 +8,7 @@ what is left out of earlier turns. `end` is the token that a turn ends with, fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -281,12 +281,12 @@ GLM_TOKENS = (
 )
 
 HARMONY = (
-    "<|start|>system<|message|>You are ChatGPT.<|end|>{% for m in messages %}"
-    "{% if m.role == 'assistant' and m.tool_calls %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "<|start|>system<|message|>You are ChatGPT.<|end|>{% set ns = namespace(called='f') %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and m.tool_calls %}{% set ns.called = m.tool_calls[0].function.name %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
     "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
     "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
-    "{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ ns.called }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
     "{% else %}<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
@@ -546,7 +546,7 @@ KINDS = (
 _APRIEL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 _NANO_TOKENS = ("<SPECIAL_11>", "<SPECIAL_12>")
 TWO_WAYS = {
-    kind.name: kind
+    kind.name: replace(kind, again=False, opens_alike=kind.name == "QwQ")
     for kind in (
         Kind("Apriel-1.5", "tiktoken", "<|end|>", APRIEL, _APRIEL_TOKENS, eos="<|end|>"),
         Kind("Apriel-1.5, another EOS", "gpt2", "<|end|>", APRIEL, _APRIEL_TOKENS),

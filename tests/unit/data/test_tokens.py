@@ -53,6 +53,7 @@ CALLS = [
     for number, letter in enumerate("xy")
 ]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+OTHERS = [TWO_WAYS[name] for name in TWO_WAYS if name not in ("Command R+", "R1-Distill-Qwen")]  # calls have no end, or two
 
 
 def messages_of(texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -73,8 +74,9 @@ def truth(kind: Kind, messages: Sequence[dict[str, Any]], tools: Sequence[Any] =
 def learned_truth(kind: Kind, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
     """The truth for a row: if the template writes no end after the last turn, the token that ends it by TRL's templates."""
     end = kind.end.split()[-1 if messages[-1].get("tool_calls") else 0]
-    missing = [] if kind.writes_end else [tokenizer_of(kind).convert_tokens_to_ids(end)]
-    return [*truth(kind, messages, tools), *missing]
+    whole = truth(kind, messages, tools)
+    missing = [] if kind.writes_end or is_end(kind, whole[-1]) else [tokenizer_of(kind).convert_tokens_to_ids(end)]
+    return [*whole, *missing]
 
 
 def shown(kind: Kind, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -264,6 +266,18 @@ def test_a_question_may_follow_a_call(name: str) -> None:
     if name == "Apertus, tools":  # the end of the assistant's turns, of which calls are a part
         assert [tokenizer.eos_token_id, *reply[1:]] == reply
     assert [*row.tokens.tolist(), *reply] == whole
+
+
+def test_results_without_a_name_have_that_of_the_call() -> None:
+    """As agents send them; gpt-oss writes it before the result."""
+    kind = next(kind for kind in KINDS if kind.name == "gpt-oss")
+    call = {**AS_TEXT[0], "function": {"name": "look_up", "arguments": "{}"}}
+    turns = [CHAIN[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "it"}
+    turn = tokenizer_of(kind)("<|call|>")["input_ids"]
+    reply = reply_tokens(chat_of(tokenizer_of(kind)), turn, frozenset(), [result], TOOLS, 1000, turns)
+    whole = truth(kind, shown(kind, [*turns, result]), TOOLS, opened=True)
+    assert reply == whole[-len(reply) :] and "functions.look_up to=assistant" in tokenizer_of(kind).decode(reply)
 
 
 @pytest.mark.parametrize("name", ["GLM-4.5", "GLM-4.5, TRL"])
@@ -857,7 +871,7 @@ def _to_a_call(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return turns[: ends[-2]]
 
 
-@kinds
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS, *WHOLE], ids=lambda kind: kind.name)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_conversation(kind: Kind, data: st.DataObject) -> None:

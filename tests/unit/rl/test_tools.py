@@ -8,12 +8,10 @@ import pytest
 
 from dagrl.config import EnvironmentConfig
 from dagrl.data import Example, Message
-from dagrl.data.chat import chat_of
 from dagrl.data.examples import with_tools
-from dagrl.data.replies import reply_text
 from dagrl.data.tokenization import encode_prompts
 from dagrl.errors import ConfigError
-from dagrl.rl.environments import check_environment
+from dagrl.rl.environments import check_environment, reply_text
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.model import character_tokenizer
 
@@ -51,7 +49,7 @@ def test_a_reply_follows_the_end_of_the_turn_that_was_sampled() -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "call"}, {"role": "tool", "content": "5"}]
     opened = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert opened + "call<|im_end|>" + reply_text(chat_of(tokenizer), messages[2:]) == whole
+    assert opened + "call<|im_end|>" + reply_text(tokenizer, messages[2:]) == whole
 
 
 def test_prompts_show_the_schemas() -> None:
