@@ -97,6 +97,7 @@ SLOW = {
     "qwen3_moe-dp2ep2-packed",
     "mixtral-dp2",
     "qwen3-cp2",
+    "qwen3-cp4-packed",
     "qwen3-dp2cp2-full-packed",
     "gemma3-cp2-eager-packed",
     "gemma3-dp2cp2replicas2-packed",

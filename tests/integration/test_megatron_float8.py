@@ -17,7 +17,7 @@ FLOAT8: dict[str, Any] = {"fp8_cfg": {"enabled": True}}
 CASES = [
     case("qwen2", "single", recompute={}),
     case("qwen3", "tp2-sp-packed", sequence_parallel=True, packed=True, tp=2),
-    case("glm4_moe", "dp2tp2ep2", dp=2, tp=2, ep=2),
+    pytest.param(case("glm4_moe", "dp2tp2ep2", dp=2, tp=2, ep=2), marks=pytest.mark.slow),
 ]
 
 
@@ -32,6 +32,7 @@ def test_steps_without_rounding_match_plain_torch(
     reference.assert_near_float32(found, reference.train_reference(model, batch, config, reference.sft_reference))
 
 
+@pytest.mark.slow
 def test_adapters_have_the_gradients_of_layers_without_float8(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
@@ -51,6 +52,7 @@ def test_adapters_have_the_gradients_of_layers_without_float8(
             np.testing.assert_allclose(part, expected, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_as_in_bfloat16(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """Found on CPUs: 5.463 to 2.475 in bfloat16, and 5.453 to 2.613 in FP8."""
     curves = []

@@ -90,6 +90,7 @@ SLOW = {
     *(f"qwen3-{name}" for name in ("dp2-sharded-overlapped", "pp2cp2-packed", "tp2pp2-sharded-sp-recomputed")),
     "qwen3-tp2cp2-sp-packed",
     "qwen2-tp2",
+    "qwen3-tp4",
     "llama-cp2",
     "glm4_moe-dp2tp2ep2",
     "qwen3_tied-dp2pp2vpp2-packed",

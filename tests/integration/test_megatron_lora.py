@@ -99,7 +99,7 @@ CASES = [
     ),
     # A worker has rows of queries, another those of keys and values.
     pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp", marks=pytest.mark.slow),
-    pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
+    pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed", marks=pytest.mark.slow),
 ]
 
 

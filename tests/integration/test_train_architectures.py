@@ -28,7 +28,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "packing"), CASES, ids=[f"{name}-{layout}" for name, layout, _ in CASES])
+SLOW = {"HrmTextForCausalLM", "OlmoHybridForCausalLM"}
+"""What the table's own command has too, and takes longest."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "packing"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.slow] * (case[0] in SLOW)) for case in CASES],
+)
 def test_steps_are_those_of_transformers(
     name: str, layout: str, packing: dict[str, Any], megatron_pool: MegatronPool, tmp_path: Path
 ) -> None:

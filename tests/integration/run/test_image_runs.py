@@ -85,9 +85,8 @@ def config_of(family: Family, rows: Sequence[str], where: Path, keys: dict[str, 
     )
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case.startswith("Qwen3-VL") else []) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
     family, policy = CASES[case]
