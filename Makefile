@@ -32,7 +32,7 @@ quickstart: $(SETUP)
 # import our modules, which are compiled first because Python may be told not to write bytecode.
 test: $(TOOLS)
 	$(VENV)/bin/python -m compileall -q -j 0 dagrl
-	$(VENV)/bin/python -m pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder --durations=40
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder --durations=40
 
 # Lint, types and the tests that concern a change: make check FILES="dagrl/refit/slices.py tests/unit/test_machine.py", ROOM=refit
 check: lint
