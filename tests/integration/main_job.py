@@ -173,7 +173,7 @@ class Run:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.shown}"
             self.notice()
-            time.sleep(0.1)
+            time.sleep(0.5)
         self._reader.join(1.0)
         return self.process.returncode
 
