@@ -29,13 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import DistributedConfig, PreTrainedModel, activations
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Interleave
-from transformers.distributed.tensor_parallel import (
-    TensorParallelLayer,
-    apply_expert_parallelism,
-    apply_tensor_parallelism,
-    replace_layer_number_by_wildcard,
-    resolve_parallel_plans,
-)
+from transformers.distributed.tensor_parallel import TensorParallelLayer, apply_tensor_parallelism
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -50,6 +44,7 @@ from dagrl.workers.fsdp.context import Context
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.media import MediaInputs
 from dagrl.workers.fsdp.output import LogitTransform, base_of
+from dagrl.workers.fsdp.versions import apply_expert_parallelism, parallel_plans, plan_key
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.microbatches import Segments
 
@@ -350,25 +345,25 @@ def split_layers(model: PreTrainedModel, settings: FsdpConfig, meshes: Meshes) -
     """Applies the plans for tensor and expert parallelism. Returns the modules of experts to which tokens are sent."""
     wanted = DistributedConfig(tp_size=settings.tensor_parallel_size, ep_size=1)
     wanted.ep_size = settings.expert_parallel_size  # whose limits are those of `ParallelLayout`
-    tensor, expert = resolve_parallel_plans(model, wanted)
-    if settings.tensor_parallel_size > 1 and not tensor:
+    if settings.tensor_parallel_size > 1 and not model.tp_plan:
         raise ConfigError(
             f"policy.fsdp_cfg.tensor_parallel_size is {settings.tensor_parallel_size}, but {type(model).__name__} has no "
             "tensor-parallel plan in transformers; set it to 1"
         )
+    tensor, expert = parallel_plans(model, wanted)
     if tensor:
         tensor |= {name: "replicated_with_grad_allreduce" for name in _activations(model)}
         apply_tensor_parallelism(model, meshes.dense[TENSOR], tensor)
         for name, module in model.named_modules():
             split = any(isinstance(one, DTensor) for one in module.parameters(recurse=False))
-            if split and replace_layer_number_by_wildcard(name) not in tensor:
+            if split and plan_key(name) not in tensor:
                 _LocalParts().install_forward(module, meshes.dense[TENSOR])
     if meshes.experts is None:
         return []
     if DISPATCH in expert.values():
         apply_expert_parallelism(model, meshes.experts[EXPERT], meshes.dense[TENSOR], expert)
         names = {name for name, style in expert.items() if style == DISPATCH}
-        return [part for name, part in model.named_modules() if replace_layer_number_by_wildcard(name) in names]
+        return [part for name, part in model.named_modules() if plan_key(name) in names]
     if settings.expert_parallel_size != settings.tensor_parallel_size:
         raise ConfigError(
             f"policy.fsdp_cfg.expert_parallel_size is {settings.expert_parallel_size}, but the experts of "
@@ -388,7 +383,7 @@ class _LocalParts(TensorParallelLayer):  # type: ignore[misc]
 def _activations(model: nn.Module) -> list[str]:
     """Returns the names of activations with parameters (xIELU), which plans forget. They run on split hidden features."""
     parts = ((name, part) for name, part in model.named_modules() if type(part).__module__ == activations.__name__)
-    return [replace_layer_number_by_wildcard(name) for name, part in parts if list(part.parameters())]
+    return [plan_key(name) for name, part in parts if list(part.parameters())]
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
