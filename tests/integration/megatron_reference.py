@@ -34,6 +34,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GLM4_MOE = {
     "model_type": "glm4_moe",
@@ -53,11 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **PADDING},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **END},
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "mistral": {"model_type": "mistral", "sliding_window": WIDTH, "rope_parameters": YARN_ROPE},
     "small_vocabulary": {"model_type": "qwen3", "vocab_size": 30},  # at tp 2 the second worker holds padding alone
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
     "qwen3_many_experts": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS, "num_experts": 16},
     "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_groups": {**GLM4_MOE, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }
 

@@ -74,6 +74,7 @@ CASES = [
     case("qwen3_tied", "dp2pp2vpp2-packed", packed=True, dp=2, pp=2, vpp=2),
     case("qwen2", "tp2", tp=2),
     case("llama", "cp2", cp=2),
+    case("mistral", "tp2-packed", packed=True, tp=2),
     case("small_vocabulary", "tp2", tp=2),
     case("qwen3_moe", "dp2ep2-overlapped", overlap=True, dp=2, ep=2),
     case("qwen3_moe", "cp2ep2", cp=2, ep=2),
@@ -84,7 +85,7 @@ CASES = [
     case("mixtral", "dp2tp2ep2", dp=2, tp=2, ep=2),
     case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
     case("glm4_moe", "dp2tp2ep2", dp=2, tp=2, ep=2),
-    case("glm4_moe", "pp2cp2-packed", packed=True, recompute={}, pp=2, cp=2),
+    case("glm4_moe_groups", "pp2cp2-packed", packed=True, recompute={}, pp=2, cp=2),
 ]
 SLOW = {
     *(f"qwen3-{name}" for name in ("dp2-sharded-overlapped", "pp2cp2-packed", "tp2pp2-sharded-sp-recomputed")),

@@ -111,5 +111,5 @@ def megatron_experts(model: ModelConfig, rank: MegatronRank, experts: Experts, h
             yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
 
 
-DENSE = Family("dense", ("llama", "qwen2", "qwen3"), dense_layer)
+DENSE = Family("dense", ("llama", "mistral", "qwen2", "qwen3"), dense_layer)
 MOE = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"), moe_layer)

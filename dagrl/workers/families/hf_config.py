@@ -36,6 +36,7 @@ MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8},
     "glm4_moe": {
         "num_key_value_heads": 8,

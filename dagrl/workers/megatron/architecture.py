@@ -15,13 +15,20 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import decoder
 from dagrl.workers.families.hf_config import ModelConfig, constant_row
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
 }
-"""Parameters of each `rope_type` in addition to `rope_theta`."""
+"""Numbers that each `rope_type` needs in addition to `rope_theta`."""
+OTHER_ROPE_PARAMETERS = (
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    *("short_factor", "long_factor", "factor"),
+)
+"""Those that `yarn` or `longrope` may have."""
 PASSES = 3  # the backward pass has two products for each forward product
 OPERATIONS = 2  # a multiplication and an addition
 EXPERT_MULTIPLE = 8  # grouped products of experts (`experts.py`) need rows of a multiple of 16 bytes: 8 bfloat16 numbers
@@ -31,10 +38,11 @@ EXPERT_MULTIPLE = 8  # grouped products of experts (`experts.py`) need rows of a
 class Architecture:
     """Sizes of a decoder of one of `MODEL_TYPES`. `moe_layers[i]` says whether layer i has experts.
 
-    With `expert_bias` the router chooses by sigmoid scores and a bias, and multiplies normalized scores by `expert_scale`.
-    `shared_ffn` is the size of the experts that process every token, together. `rotary_dim` of a head's dimensions are
-    rotated. A `scalar` model gives one number per token in place of logits. Inputs give no gradient to row `constant_row` of
-    the embedding.
+    With `expert_bias` the router chooses by sigmoid scores and a bias, among the experts of the best `groups_per_token` of
+    `expert_groups`, and multiplies normalized scores by `expert_scale`. `shared_ffn` is the size of the experts that process
+    every token, together. `rotary_dim` of a head's dimensions are rotated. A `scalar` model gives one number per token in
+    place of logits. Inputs give no gradient to row `constant_row` of the embedding. In sequences of at most `full_tokens`,
+    every token sees all before it, and rotations do not depend on the length.
     """
 
     model_type: str
@@ -57,22 +65,28 @@ class Architecture:
     shared_ffn: int = 0
     expert_bias: bool = False
     expert_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
     qk_norm: bool = False  # queries and keys are normalized per head
     qkv_bias: bool = False
     rotary_dim: int = 0
     scalar: bool = False
     constant_row: int | None = None
+    full_tokens: int | None = None
 
     @property
     def computed(self) -> dict[str, Json]:
-        """Everything that determines what is computed: all fields except `max_positions` and `constant_row`.
+        """Everything that determines what is computed: no `max_positions`, `constant_row` and `full_tokens`.
 
         Equal for equal models, however their `config.json` files express them.
         """
         fields = {**asdict(self), "moe_layers": list(self.moe_layers)}
-        rope = ("rope_theta", *ROPE_PARAMETERS[str(self.rope["rope_type"])])
-        del fields["rope"], fields["max_positions"], fields["constant_row"]
-        return {**fields, "rope_type": self.rope["rope_type"], **{key: _number(self.rope, key) for key in rope}}
+        kind = str(self.rope["rope_type"])
+        rope: dict[str, Json] = {key: _number(self.rope, key) for key in ("rope_theta", *ROPE_PARAMETERS[kind])}
+        if kind in ("yarn", "longrope"):
+            rope = {key: self.rope[key] for key in OTHER_ROPE_PARAMETERS if self.rope.get(key) is not None} | rope
+        del fields["rope"], fields["max_positions"], fields["constant_row"], fields["full_tokens"]
+        return {**fields, "rope_type": kind, **rope}
 
     @property
     def record(self) -> RoutedLayers | None:
@@ -103,6 +117,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         rotary_dim=int(config.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
         scalar=config.scalar,
         constant_row=constant_row(hf_config),
+        full_tokens=_full_tokens(config, rope),
     )
     model = _with_experts(dense, config) if dense.model_type in decoder.MOE.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
@@ -159,12 +174,6 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
     if hf_config.get("mlp_bias"):
         raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
-    # Qwen configurations have sliding_window without using it. For a Llama vLLM uses it and transformers does not.
-    if hf_config.get("use_sliding_window") or (kind in ("llama", "mixtral") and hf_config.get("sliding_window")):
-        windows = (
-            f"use_sliding_window is {hf_config.get('use_sliding_window')}, sliding_window {hf_config.get('sliding_window')}"
-        )
-        raise ConfigError(f"{windows}; the Megatron worker supports full attention only")
     if hf_config.get("logit_scale") not in (None, 1):
         raise ConfigError(f"logit_scale is {hf_config['logit_scale']!r}; the Megatron worker does not scale logits")
     if hf_config.get("is_causal") is False:
@@ -176,12 +185,20 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
 
 
 def _check_glm(hf_config: Mapping[str, Json]) -> None:
-    if hf_config.get("n_group", 1) != 1:
-        raise ConfigError(f"n_group is {hf_config['n_group']!r}; the Megatron worker supports experts in one group only")
     if hf_config.get("norm_topk_prob", True) is not True:
         raise ConfigError("norm_topk_prob is false; Megatron's router with sigmoid scores always normalizes them")
     if hf_config.get("head_dim") is None:
         raise ConfigError("config.json of a glm4_moe model has no head_dim, which vLLM reads; add it")
+
+
+def _full_tokens(model: ModelConfig, rope: Mapping[str, Json]) -> int | None:
+    """Returns the smallest of what `Architecture.full_tokens` must not exceed."""
+    # Qwen configurations have sliding_window without using it. For a Llama vLLM uses it and transformers does not.
+    windowed = model.flag("use_sliding_window") or model.type in ("llama", "mistral", "mixtral")
+    limits = [model.size("sliding_window", least=1)] if windowed and model.has("sliding_window") else []
+    if rope["rope_type"] == "longrope":
+        limits.append(int(_number(rope, "original_max_position_embeddings")))
+    return min(limits, default=None)
 
 
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
@@ -194,10 +211,17 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     kind = str(rope.setdefault("rope_type", rope.get("type", "default")))
     if kind not in ROPE_PARAMETERS:
         raise ConfigError(f"rope_type is {kind!r}; the Megatron worker supports {', '.join(ROPE_PARAMETERS)}")
+    if kind in ("yarn", "longrope"):
+        original = hf_config.get("original_max_position_embeddings") or hf_config.get("max_position_embeddings")
+        rope.setdefault("original_max_position_embeddings", original)
     for name in ("rope_theta", *ROPE_PARAMETERS[kind]):
         _number(rope, name)
     share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     if hf_config["model_type"] == "glm4_moe":
+        if kind in ("yarn", "longrope"):  # they scale what is rotated alone
+            raise ConfigError(
+                f"rope_type is {kind!r}; the Megatron worker has it for models whose whole heads are rotated only"
+            )
         return rope | {"partial_rotary_factor": share}
     if share != 1.0:
         raise ConfigError("partial_rotary_factor is not 1; the Megatron worker rotates whole heads of this model type only")
@@ -207,6 +231,13 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
 def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
     """Adds the experts to a dense decoder, as the family's weight layout has them."""
     experts = decoder.experts_of(model)
+    groups, chosen, per_token = (model.size(key, 1, least=1) for key in ("n_group", "topk_group", "num_experts_per_tok"))
+    if groups > 1 and (not experts.bias or per_token != 2 * chosen or experts.count % groups):
+        raise ConfigError(
+            f"n_group is {groups}, topk_group {chosen}, num_experts_per_tok {per_token}: transformers chooses groups by two "
+            "of their experts and Megatron by as many as a group gives, so a token must have two experts for each of its "
+            "groups. Set policy.backend=fsdp"
+        )
     return replace(
         dense,
         experts=experts.count,
@@ -216,6 +247,8 @@ def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
         shared_ffn=experts.shared_width,
         expert_bias=experts.bias,
         expert_scale=_number(model.config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
+        expert_groups=groups,
+        groups_per_token=chosen if groups > 1 else 1,
         moe_layers=tuple(decoder.has_experts(model, layer) for layer in range(dense.layers)),
     )
 

@@ -286,6 +286,12 @@ class MegatronBackend:
 def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     """Yields an error for each pair of settings that exclude each other, or that need experts the model does not have."""
     key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.peft.enabled
+    if model.full_tokens is not None and policy.max_total_sequence_length > model.full_tokens:
+        yield (
+            f"policy.max_total_sequence_length is {policy.max_total_sequence_length}, but the model has a sliding "
+            f"window, or other frequencies (longrope), beyond {model.full_tokens} tokens, which the Megatron worker lacks; "
+            f"set it to at most {model.full_tokens}, or policy.backend=fsdp"
+        )
     if (policy.optimizer.name, policy.optimizer.args) != (OptimizerConfig().name, {}):
         yield "policy.optimizer.name or args is set, but Megatron has AdamW alone; leave it out, or set policy.backend=fsdp"
     if policy.fsdp_cfg != FsdpConfig():

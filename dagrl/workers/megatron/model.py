@@ -6,6 +6,7 @@ uninitialized; `dagrl.workers.train.hf_load` fills them. Imported only where Meg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dagrl.config import MegatronConfig, PolicyConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
-from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
+from dagrl.workers.megatron.architecture import Architecture
 from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
 from dagrl.workers.megatron.experts import GroupedExperts, LocalDispatcher, experts_last_first
 from dagrl.workers.megatron.float8 import use_float8
@@ -276,6 +279,7 @@ def _sizes(architecture: Architecture) -> dict[str, Any]:
         "num_attention_heads": architecture.heads,
         "num_query_groups": architecture.kv_heads,
         "kv_channels": architecture.head_dim,
+        "softmax_scale": rotary_frequencies(architecture)[1] ** 2 / math.sqrt(architecture.head_dim),
         "normalization": "RMSNorm",
         "layernorm_epsilon": architecture.norm_eps,
         "qk_layernorm": architecture.qk_norm,
@@ -326,6 +330,8 @@ def _experts(architecture: Architecture, settings: MegatronConfig) -> dict[str, 
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid" if architecture.expert_bias else "softmax",
         "moe_router_enable_expert_bias": architecture.expert_bias,
+        "moe_router_num_groups": architecture.expert_groups if architecture.expert_groups > 1 else None,
+        "moe_router_group_topk": architecture.groups_per_token if architecture.expert_groups > 1 else None,
         "moe_router_bias_update_rate": settings.moe_router_bias_update_rate,
         "moe_router_topk_scaling_factor": architecture.expert_scale if architecture.expert_bias else None,
         "moe_shared_expert_intermediate_size": architecture.shared_ffn or None,
@@ -352,7 +358,7 @@ def _build_chunk(
         rotary_base=architecture.rope["rope_theta"],
         vp_stage=virtual,
     )
-    model.rotary_pos_emb = PositionRotary(inverse_frequencies(architecture))
+    model.rotary_pos_emb = PositionRotary(rotary_frequencies(architecture)[0])
     pass_tokens_to_routers(model)
     if model.pre_process and architecture.constant_row is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_keep_row, architecture.constant_row))
@@ -384,19 +390,20 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
     return block
 
 
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Returns rotary frequencies [rotary_dim / 2], scaled as in transformers (`modeling_rope_utils.py`)."""
+def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
+    """Returns frequencies [rotary_dim / 2] as transformers scales them, and by how much rotated queries and keys grow."""
     rope: dict[str, Any] = dict(architecture.rope)
-    steps = torch.arange(0, architecture.rotary_dim, 2, dtype=torch.int64).float() / architecture.rotary_dim
-    frequencies = 1.0 / torch.pow(float(rope["rope_theta"]), steps)
-    if rope["rope_type"] == "linear":
-        return frequencies / float(rope["factor"])
-    if rope["rope_type"] == "llama3":
-        # Low frequencies are divided by `factor`, high ones stay, and those between are blended.
-        factor, low, high, original = (float(rope[name]) for name in ROPE_PARAMETERS["llama3"])
-        blend = ((original / (2 * torch.pi / frequencies) - low) / (high - low)).clamp(0, 1)
-        return (1 - blend) * frequencies / factor + blend * frequencies
-    return frequencies
+    if rope["rope_type"] == "default":
+        steps = torch.arange(0, architecture.rotary_dim, 2, dtype=torch.int64).float() / architecture.rotary_dim
+        return 1.0 / torch.pow(float(rope["rope_theta"]), steps), 1.0
+    sizes = {
+        "hidden_size": architecture.hidden,
+        "num_attention_heads": architecture.heads,
+        "head_dim": architecture.head_dim,
+    }
+    config = PretrainedConfig(rope_parameters=rope, max_position_embeddings=architecture.max_positions, **sizes)
+    frequencies, growth = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    return frequencies.float(), float(growth)
 
 
 class AddedGradients:

@@ -128,6 +128,8 @@ class Router(TopKRouter):  # type: ignore[misc]
             logits,
             self.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
             scaling_factor=config.moe_router_topk_scaling_factor,
             expert_bias=self.expert_bias,
             score_function=self.score_function,

@@ -91,15 +91,14 @@ def test_layouts_that_fit(config: dict[str, Any], layout: ParallelLayout) -> Non
         ({"model_type": "gpt2"}, "model_type is 'gpt2'.*qwen3_moe"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({**GLM, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64}, "whole heads"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None; expected a number"),
-        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
-        ({"model_type": "llama", "sliding_window": 16}, "sliding_window 16"),
         ({"logit_scale": 0.5}, "logit_scale is 0.5"),
         ({"is_causal": False}, "is_causal is false"),
         ({**MOE, "norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok is 1 .* norm_topk_prob to false"),
-        ({**GLM, "n_group": 2}, "n_group is 2; .* in one group only"),
+        ({**GLM, "n_group": 2, "topk_group": 2}, "n_group is 2, topk_group 2, .* two experts for each"),
         ({**GLM, "norm_topk_prob": False}, "norm_topk_prob is false; .* always normalizes"),
         ({**GLM, "head_dim": None}, "no head_dim, which vLLM reads; add it"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
@@ -117,6 +116,21 @@ def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> 
         read_architecture({**QWEN3, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [
+        ({"sliding_window": 16}, None),  # Qwen configurations have one without using it
+        ({"sliding_window": 16, "use_sliding_window": True}, 16),
+        ({"model_type": "llama", "sliding_window": 16}, 16),  # which vLLM uses
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 18}, 18),
+    ],
+)
+def test_longer_sequences_than_windows_are_refused(change: dict[str, Any], tokens: int | None) -> None:
+    assert read_architecture({**QWEN3, **change}).full_tokens == tokens
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
     """Configurations before 2024 have `type` instead of `rope_type`. Ignoring it would give an unscaled rope."""
@@ -127,7 +141,7 @@ def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
     assert read_architecture(model).rope == rope
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
 def test_missing_sizes_and_rope_are_those_of_transformers(kind: str, key: str) -> None:
     transformers = pytest.importorskip("transformers")
