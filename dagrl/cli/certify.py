@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, RunError
-from dagrl.run.certify import Certificate, certify, missing_package, record
+from dagrl.run.certify import Certificate, certify, measure, missing_package, record
 
 SHIPPED = Path(__file__).parents[1] / "golden"
 
@@ -29,6 +29,10 @@ def run_certify(options: argparse.Namespace) -> None:
         return
     if overrides:
         raise ConfigError(f"{overrides[0]!r}: a golden run is executed as it was recorded; override keys with --record")
+    if options.measure:
+        for directory in golden:
+            sys.stdout.write(f"{directory}: {measure(directory)}\n")
+        return
     certificates = list(_certificates(golden or sorted(path for path in SHIPPED.iterdir() if path.is_dir()), bool(golden)))
     if options.json is not None:
         options.json.write_text(json.dumps([certificate.json() for certificate in certificates], indent=1) + "\n")

@@ -1,19 +1,22 @@
 """Certifies an environment: executes golden runs again, and compares every phase with its record.
 
     record(load_config("my_run.yaml"), Path("golden/my_run"), steps=3)
+    measure(Path("golden/my_run"))                    # where arithmetic rounds otherwise, and nothing is wrong
     certificate = certify(Path("golden/my_run"))      # after an upgrade of vLLM, torch, Ray, ...
 
-A golden run is a directory: `config.yaml`, the keys that were set or derived, and `tape.json.gz`. Every phase gets the
-recorded inputs, so a token that generation samples otherwise leaves no trace in training: each phase has its own verdict.
+A golden run is a directory: `config.yaml`, the keys that were set or derived, `tape.json.gz`, and `bounds.json` if they were
+measured. Every phase gets the recorded inputs, so a token that generation samples otherwise leaves no trace in training:
+each phase has its own verdict.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +38,7 @@ from dagrl.telemetry.metrics import GRAD_NORM
 
 logger = logging.getLogger(__name__)
 
-TAPE = "tape.json.gz"
+TAPE, BOUNDS_FILE = "tape.json.gz", "bounds.json"
 START, END = "weights before", "weights after"
 """Entries with a digest of each worker's weights, before the first and after the last replay."""
 
@@ -46,15 +49,22 @@ EXECUTION = frozenset({"padding_share", "microbatch_padding_share", "shared_pref
 @dataclass(frozen=True)
 class Bounds:
     """The largest differences by rounding. `logprob`: absolute, of log-probabilities and of numbers that are means of them.
-    `gradient`: a share of the gradient norm. `update`: a share of the change of a tensor over the run."""
+    `gradient`: a share of the gradient norm. `update`: a share of the change of a tensor over the run, beside `rounding`
+    machine epsilons of its norm."""
 
     logprob: float
     gradient: float
     update: float
+    rounding: float
 
 
-BOUNDS: Mapping[str, Bounds] = {"float32": Bounds(1e-4, 1e-3, 1e-2), "bfloat16": Bounds(5e-2, 5e-2, 0.25)}
-"""By `policy.precision`."""
+BOUNDS: Mapping[str, Bounds] = {"float32": Bounds(1e-4, 1e-3, 1e-2, 8.0), "bfloat16": Bounds(5e-2, 5e-2, 0.25, 0.125)}
+"""By `policy.precision`, for runs whose bounds were not measured."""
+
+EPSILON: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
+
+MARGIN = 4
+"""Times the largest difference that was measured are a bound."""
 
 Verdict = Literal["equal", "within", "differs"]
 
@@ -120,16 +130,62 @@ def record(config: Config, golden: Path, steps: int) -> None:
     write_tape(golden / TAPE, tape.finished())
 
 
-def certify(golden: Path) -> Certificate:
-    """Executes a golden run again. Raises ConfigError for a directory that is none."""
+def measure(golden: Path) -> Bounds:
+    """Executes a golden run again and writes its bounds: `MARGIN` times what differs, and no less than before."""
+    _, entries, results = _execute_again(golden)
+    bounds = measured(entries, results, EPSILON[load_run_config(golden).policy.precision])
+    if (golden / BOUNDS_FILE).exists():
+        bounds = Bounds(*map(max, zip(astuple(bounds), astuple(_bounds(golden)), strict=True)))
+    write_whole(golden / BOUNDS_FILE, json.dumps(asdict(bounds)) + "\n")
+    return bounds
+
+
+def measured(entries: Sequence[Entry], results: Sequence[Values], epsilon: float) -> Bounds:
+    """Returns the bounds that these results need. `epsilon`: the machine epsilon of the run's precision."""
+
+    def largest(logprob: float, gradient: float) -> float:
+        reports = compare(entries, results, Bounds(logprob, gradient, free, free))
+        return max((report.largest for report in reports), default=0.0)
+
+    free = 1e30
+    start = next((entry.result for entry in entries if entry.phase == START), {})
+    updates, roundings = [0.0], [0.0]
+    for entry, result in zip(entries, results, strict=True):
+        for name, old in entry.result.items() if entry.phase in (START, END) else ():
+            change, error = _distances(old, result[name], start.get(name, old))
+            (updates if change else roundings).append(error / (change or old[1] * old[2] or math.inf))
+    found = (largest(1.0, free), largest(free, 1.0), max(updates), max(roundings))
+    if not any(found) or not all(map(math.isfinite, found)):
+        raise ConfigError(
+            f"{'more than rounding' if any(found) else 'nothing'} differs from the record here; measure bounds with another "
+            "number of threads, kind of processor or build of torch, whose results are right"
+        )
+    least = (epsilon, epsilon, epsilon, 0.125)
+    return Bounds(*(float(f"{MARGIN * max(value, low):.2g}") for value, low in zip(found, least, strict=True)))
+
+
+def _bounds(golden: Path) -> Bounds:
+    """Returns a run's measured bounds, or those of its precision."""
+    if (golden / BOUNDS_FILE).exists():
+        return Bounds(**json.loads((golden / BOUNDS_FILE).read_text()))
+    return BOUNDS[load_run_config(golden).policy.precision]
+
+
+def _execute_again(golden: Path) -> tuple[Mapping[str, str], list[Entry], list[Values]]:
+    """Returns the record's versions, its entries, and the results of executing them here."""
     config = load_run_config(golden)
     versions, entries = read_tape(golden / TAPE)
     with tempfile.TemporaryDirectory() as scratch, open_session(in_scratch(config, scratch)) as session:
-        results = _execute(session, entries)
+        return versions, entries, _execute(session, entries)
+
+
+def certify(golden: Path) -> Certificate:
+    """Executes a golden run again. Raises ConfigError for a directory that is none."""
+    versions, entries, results = _execute_again(golden)
     now = package_versions(PARTS)
     names = [name for name in PARTS if versions.get(name) != now.get(name)]
     changed = {name: (versions.get(name), now.get(name)) for name in names}
-    return Certificate(str(golden), changed, compare(entries, results, BOUNDS[config.policy.precision]))
+    return Certificate(str(golden), changed, compare(entries, results, _bounds(golden)))
 
 
 def missing_package(golden: Path) -> str | None:
@@ -266,7 +322,11 @@ def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, star
     report.values += 1
     if old[0] == new[0]:
         return
-    before = old if start is None or start is old else start
-    change, error = (float(np.linalg.norm(one[3:] - old[3:])) for one in (before, new))
-    bound = bounds.update * change + old[1] * old[2] / 8
+    change, error = _distances(old, new, old if start is None else start)
+    bound = bounds.update * change + bounds.rounding * old[1] * old[2]
     report.add(f"the sketch of {name}", old[3:5].tolist(), new[3:5].tolist(), error / bound if bound else math.inf)
+
+
+def _distances(old: Array, new: Array, start: Array) -> tuple[float, float]:
+    """Returns by how much a tensor's sketch changed over the run, and by how much it differs now."""
+    return float(np.linalg.norm(start[3:] - old[3:])), float(np.linalg.norm(new[3:] - old[3:]))

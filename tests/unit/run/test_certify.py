@@ -14,7 +14,7 @@ from dagrl.cli.main import main
 from dagrl.config.file import load_run_config
 from dagrl.errors import ConfigError
 from dagrl.rl.generation import FinishedRequest, pack_generated
-from dagrl.run.certify import BOUNDS, END, START, TAPE, Certificate, PhaseReport, compare
+from dagrl.run.certify import BOUNDS, END, START, TAPE, Certificate, PhaseReport, compare, measured
 from dagrl.run.tape import Entry, read_tape, values_of, write_tape
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
@@ -82,6 +82,27 @@ def test_one_bit_is_within_the_bound_and_a_changed_number_is_not() -> None:
     assert near.verdict == "within" and near.unequal == 1 and 0 < near.largest < 1e-9
     assert far.verdict == "differs" and far.largest == pytest.approx(5)  # 0.5 % of a bound of 0.1 %
     assert far.first == "replay 1 of 1: grad_norm was 0.02, and is now 0.0201"
+
+
+def test_measured_bounds_hold_the_rounding_that_they_come_from_and_little_more() -> None:
+    weights = [np.array([0.0, 2.0, 2.0**-23, *[0.0] * 8]), np.array([1.0, 2.0, 2.0**-23, 1e-2, *[0.0] * 7])]
+    column = np.linspace(-4, -1, 50, dtype=np.float32)
+
+    def results(share: float) -> list[dict[str, Any]]:
+        before, after = weights[0].copy(), weights[1].copy()
+        before[0], after[0], after[3] = 7.0, 7.0, 1e-2 * (1 + share)
+        middle = {"x": column + np.float32(share), "grad_norm": np.array(0.5 * (1 + share))}
+        return [{"w": before}, middle, {"w": after}]
+
+    old = results(0.0)
+    old[0], old[2] = ({"w": one} for one in weights)
+    entries = [Entry(phase, None, result=one) for phase, one in zip((START, "logprobs", END), old, strict=True)]
+    bounds = measured(entries, results(1e-5), 2.0**-23)
+    for share, verdict in ((3e-5, "within"), (6e-5, "differs")):
+        reports = compare(entries, results(share), bounds)
+        assert [report.verdict for report in reports] == ["within", verdict, verdict]
+    with pytest.raises(ConfigError, match="nothing differs from the record here"):
+        measured(entries, old, 2.0**-23)
 
 
 def test_the_first_value_beyond_its_bound_is_named() -> None:
@@ -158,8 +179,9 @@ def test_the_sketch_changes_by_the_change_of_an_element() -> None:
 def test_golden_runs_of_this_release_can_be_read() -> None:
     runs = sorted(path for path in SHIPPED.iterdir() if path.is_dir())
     assert {path.name for path in runs} == {
-        *("sft_megatron", "sft_fsdp", "grpo_megatron", "grpo_fsdp", "grpo_async", "grpo_lora"),
+        *("sft_megatron", "sft_fsdp", "sft_tp2", "grpo_megatron", "grpo_fsdp", "grpo_async", "grpo_lora"),
     }
+    several: dict[str, bool] = {}
     for run in runs:
         config = load_run_config(run)
         _, entries = read_tape(run / TAPE)
@@ -168,6 +190,11 @@ def test_golden_runs_of_this_release_can_be_read() -> None:
         norms = [float(entry.result["grad_norm"]) for entry in entries if "grad_norm" in entry.result]
         assert len(norms) >= 3 and min(norms) > 0, "a run that learns nothing certifies nothing"
         assert (config.policy.generation is None) == ("generate" not in phases)
+        results = [item for entry in entries for item in entry.result.items()]
+        several[run.name] = any(name.endswith("of train worker 1") for name, _ in results)
+        crossing = any(name.startswith("versions of") and len(set(column.tolist())) > 1 for name, column in results)
+        assert crossing == (run.name == "grpo_async"), "a request across two versions of the weights"
+    assert several.pop("sft_tp2") and not any(several.values())
 
 
 def test_the_certificate_names_versions_phases_and_the_first_difference() -> None:
