@@ -1,4 +1,4 @@
-# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | chaos | audit | gpu
+# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | release-check | chaos | audit | gpu
 # Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
@@ -19,7 +19,7 @@ EXTRAS := .venv-extras/.setup-$(call content,requirements/cpu.lock requirements/
 AGENTS := .venv-agents/.setup-$(call content,requirements/cpu.lock requirements/agents.lock)
 PEERS := .venv-peers/.setup-$(call content,requirements/peers.lock pyproject.toml)
 
-.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions chaos audit gpu
+.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions release-check chaos audit gpu
 
 setup: $(SETUP)
 
@@ -79,10 +79,14 @@ test-pretrained: $(TOOLS)
 	test -f $(MODEL)/model.safetensors || $(VENV)/bin/python -m recipes.gemma3_270m.make -o $(MODEL)
 	DAGRL_GEMMA3=$(abspath $(MODEL)) $(VENV)/bin/python -m pytest tests/pretrained
 
-# The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
-VERSIONS ?= ray==2.54.0 python3.12 python3.13 python3.13,ray==2.54.0
+# Tests, golden runs and a short run in environments of other versions, whose table is in docs/versions.md. Every row takes 45
+# minutes; some of them: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 test-versions: $(TOOLS)
 	$(VENV)/bin/python tests/versions.py $(VERSIONS)
+
+# Builds wheel and sdist of the last commit, and installs them with each Python; with a network, 20 minutes.
+release-check: $(TOOLS)
+	$(VENV)/bin/python -m tests.release
 
 # Faults against real runs for an hour, or for LIMIT seconds: make chaos LIMIT=600 SEED=3. As root it can try more of them.
 chaos: $(TOOLS)

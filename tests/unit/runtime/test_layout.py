@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from hypothesis import given, strategies as st
 
 from dagrl.errors import LayoutError
 from dagrl.runtime.layout import Coordinates, ParallelLayout
+
+with suppress(ImportError), warnings.catch_warnings():  # here, as 0.19 starts a process on its first import
+    warnings.simplefilter("ignore")
+    import megatron.core.parallel_state  # noqa: F401
 
 ORDER = "tp-cp-ep-dp-pp"  # the default of megatron.core.parallel_state.initialize_model_parallel
 
