@@ -42,7 +42,7 @@ class TurnEnd:
     tokens: tuple[int, ...]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _chat(tokenizer: PreTrainedTokenizerFast, *_: object) -> Chat:
     return Chat(tokenizer)
 
