@@ -140,7 +140,7 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
     if built is None:
         raise NoTinyConfigError("transformers has no model of this name, so there is no source")
     try:
-        config = built.config_class(**_small(built.config_class()))  # small in nested configurations too
+        config = small_config(built.config_class)
         config.architectures = [architecture]
         model: torch.nn.Module = built(config).to(torch.bfloat16)
     except Exception as error:
@@ -169,6 +169,17 @@ def _transformers_class(architecture: str) -> Any:
         same = (name for name, built in classes.items() if built == classes.get(architecture))
         found = next((one for name in same if (one := getattr(transformers, name, None)) is not None), None)
     return None if found is None or found.__module__.endswith("dummy_pt_objects") else found
+
+
+def small_config(kind: Any, keys: Mapping[str, Any] | None = None) -> Any:
+    """Returns a small configuration of a class, in nested configurations too, with those of `keys` that it has."""
+    small = _small(kind())
+    for key, value in (keys or {}).items():
+        if isinstance(value, Mapping):
+            small[key] = {**small.get(key, {}), **value}
+        elif key in {field.name for field in dataclasses.fields(kind)}:
+            small[key] = value
+    return kind(**small)
 
 
 def _small(config: Any) -> dict[str, Any]:

@@ -19,9 +19,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.channels import ChannelSpec
 from dagrl.channels.spec import ChannelKind
-from dagrl.config import Config
+from dagrl.config import Config, OptimizerConfig
 from dagrl.refit import TIED_HEAD, plan_refit
 from dagrl.rl.losses import kl_estimate
 from dagrl.runtime.layout import ParallelLayout
@@ -216,16 +217,21 @@ def plain_steps(directory: Path) -> list[tuple[float, float]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    batch, wanted = make_batch(), make_config(directory, {}, {}).policy.optimizer
+    losses = [partial(_plain_loss, model, make_batch(), kind) for kind in STEPS]
+    return adam_steps(model, make_config(directory, {}, {}).policy.optimizer, losses)
+
+
+def adam_steps(model: Any, wanted: OptimizerConfig, losses: Sequence[Callable[[], Tensor]]) -> list[tuple[float, float]]:
+    """Returns loss and gradient norm of each step of AdamW."""
     groups = [
         {"params": [one for one in model.parameters() if (one.ndim > 1) is matrices], "weight_decay": decay}
         for matrices, decay in ((True, wanted.weight_decay), (False, 0.0))
     ]
     adam = torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
     found = []
-    for kind in STEPS:
+    for loss_of in losses:
         adam.zero_grad()
-        loss = _plain_loss(model, batch, kind)
+        loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_grad)
         adam.step()
