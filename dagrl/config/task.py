@@ -69,7 +69,10 @@ class MixtureConfig(DataSourceConfig):
 
 
 class ImagesConfig(Section):
-    """Limits of images; see `dagrl.data.media`."""
+    """Images of conversations; see `dagrl.data.media`."""
+
+    enabled: bool = derived(False, "true if the data have images")
+    """Whether conversations may have images. Set it if an environment or an agent alone sends them."""
 
     max_pixels: PositiveInt | None = None
     """Most pixels of an image. Larger ones are scaled down before the model's processor sees them. null: any number."""
@@ -175,6 +178,10 @@ class EndpointConfig(Section):
 
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on. 0: a free one."""
+
+    image_directory: PathText | None = None
+    """Directory whose files agents may name as `image_url` (`file://...`). null: they send data URLs, or the URLs of the
+    images of their example. See docs/agents.md."""
 
 
 class EnvironmentConfig(ProcessConfig):

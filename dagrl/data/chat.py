@@ -7,7 +7,7 @@ messages (`dagrl.data.messages`). `dagrl.data.replies` joins the turns of a roll
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -87,10 +87,19 @@ class Chat:
         """
         return self._render(self._turns(messages, tools), tools, opened=opened, **variables)
 
-    def renders(self, messages: Messages, tools: Sequence[Json], tokens: Sequence[int], **variables: Any) -> bool:
-        """Returns whether the template's text of a conversation, with the next turn open, has these tokens."""
+    def renders(
+        self,
+        messages: Messages,
+        tools: Sequence[Json],
+        tokens: Sequence[int],
+        ids: Callable[[str], Sequence[int]] | None = None,
+        **variables: Any,
+    ) -> bool:
+        """Returns whether the template's text of a conversation, with the next turn open, has these tokens. `ids` gives
+        those of a text with images."""
         try:
-            return self.encoder.ids(self.render(messages, tools, opened=True, **variables)) == list(tokens)
+            text = self.render(messages, tools, opened=True, **variables)
+            return [*(ids or self.encoder.ids)(text)] == list(tokens)
         except Exception:  # Jinja's errors, and those that templates raise
             return False
 

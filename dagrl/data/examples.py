@@ -217,7 +217,7 @@ def _with_images(example: Example, columns: Mapping[str, Json], folder: Path, co
         example = replace(example, rejected=_with_images(example.rejected, columns, folder, config))
     if any(message.media for message in turns):  # which only a conversation can have
         example = replace(example, prompt="", messages=tuple(turns))
-        check_count(example.media, config.images, example.source)
+        check_count(len(example.media), config.images, example.source)
     return example
 
 

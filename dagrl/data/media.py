@@ -20,11 +20,12 @@ import io
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -50,6 +51,14 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",  # transformers asks for it where torchvision is installed
 )
 """Files that may name the class of a processor."""
+
+KEPT_BYTES = 2 << 30
+"""Bytes of the tensors of images that a worker keeps: an image of full HD may take 50 MB."""
+
+Value = TypeVar("Value")
+
+KNOWN_SIZES = 1 << 16
+"""Sizes of images that a store keeps, so that it need not decode them again."""
 
 MEDIA = "media"
 """Name of the token field of batches with `RowMedia.tokens`."""
@@ -109,6 +118,14 @@ def is_image(part: Part) -> bool:
     return bool(part["type"] == "image")
 
 
+def shows_images(message: Mapping[str, Any]) -> bool:
+    """Whether a message has images among its parts, in one of the ways that `parts_of` reads."""
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in content
+    )
+
+
 def column_images(value: Json, where: str) -> list[Any]:
     """Returns the images of a row's column: one, a list of them, or none."""
     images: list[Any] = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
@@ -133,13 +150,19 @@ def read_images(
     return tuple(IMAGE if is_image(part) else part for part in parts), tuple(media)
 
 
-def read_image(data: object, folder: Path, limits: ImagesConfig, where: str) -> Medium:
-    """Reads and decodes one image. Raises DataError if it is missing or broken, or not an image."""
+def read_image(
+    data: object, folder: Path, limits: ImagesConfig, where: str, sizes: Mapping[int, tuple[int, int]] | None = None
+) -> Medium:
+    """Reads one image, and decodes it unless its id is one of `sizes`. Raises DataError if it is missing, broken, or not an
+    image.
+    """
     source = _source(data, folder, where)
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
     except OSError as error:
         raise DataError(f"{where}: cannot read the file {str(source)!r}: {error.strerror}") from error
+    if sizes is not None and (number := id_of(content)) in sizes:
+        return Medium(source, number, sizes[number])
     try:
         with decoded(content) as image:
             size = fitting((image.height, image.width), limits.max_pixels)
@@ -249,38 +272,79 @@ def without_media(batch: Batch) -> Batch:
     return batch if MEDIA not in batch.fields else batch.with_fields(**{MEDIA: np.zeros_like(batch[MEDIA])})
 
 
+def ids_in(tokens: npt.NDArray[np.int64]) -> list[int]:
+    """Returns the id of each medium of a row, in their order, from `RowMedia.tokens`."""
+    ids: list[int] = (-tokens[tokens < 0]).tolist()
+    return ids
+
+
+@dataclass
+class MediaCache(Generic[Value]):
+    """What is made of an image by its id, as long as the latest values have no more than `most` bytes."""
+
+    make: Callable[[int], Value]
+    bytes_of: Callable[[Value], int]
+    most: int = KEPT_BYTES
+    _values: dict[int, Value] = field(default_factory=dict)  # the oldest first
+    _bytes: int = 0
+
+    def __call__(self, medium: int) -> Value:
+        """Returns the value of an image."""
+        if medium in self._values:
+            value = self._values.pop(medium)
+        else:
+            value = self.make(medium)
+            self._bytes += self.bytes_of(value)
+        self._values[medium] = value
+        while self._bytes > self.most:
+            self._bytes -= self.bytes_of(self._values.pop(next(iter(self._values))))
+        return value
+
+
 class MediaStore:
     """The media of a run by their ids: files in a directory that all workers see. Files of the data are linked to."""
 
     def __init__(self, directory: Path, limits: ImagesConfig) -> None:
-        self._directory, self._limits = directory, limits
+        self.directory, self.limits = directory, limits
+        self.sizes: dict[int, tuple[int, int]] = {}
 
     def add(self, media: Iterable[Medium]) -> None:
         """Adds media that are not there yet."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if len(self.sizes) > KNOWN_SIZES:
+            self.sizes.clear()
         for medium in media:
-            path = self._path(medium.id)
+            path = self.path(medium.id)
+            self.sizes[medium.id] = medium.size
             if isinstance(medium.data, bytes):
                 if not path.exists():
-                    part = path.with_name(f"{path.name}.part")
+                    part = path.with_name(f"{path.name}.{get_ident()}.part")
                     part.write_bytes(medium.data)
                     part.replace(path)
             elif path.resolve() != medium.data.resolve():
                 path.unlink(missing_ok=True)
                 path.symlink_to(medium.data.absolute())
 
+    def medium(self, number: int) -> Medium:
+        """Returns the medium with an id. Raises DataError if there is none."""
+        if number not in self.sizes:
+            image = self.open(number)
+            self.sizes[number] = image.height, image.width
+        return Medium(self.path(number), number, self.sizes[number])
+
     def open(self, medium: int) -> Pillow.Image:
         """Returns an image as the model's processor is to see it. Raises DataError if its file has changed."""
-        path = self._path(medium)
+        path = self.path(medium)
         try:
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read the image {str(path.resolve())!r}: {error.strerror}; restore it") from error
         image = known(content, medium, path)
-        return resized(image, fitting((image.height, image.width), self._limits.max_pixels))
+        return resized(image, fitting((image.height, image.width), self.limits.max_pixels))
 
-    def _path(self, medium: int) -> Path:
-        return self._directory / name_of(medium)
+    def path(self, medium: int) -> Path:
+        """Returns the file of a medium."""
+        return self.directory / name_of(medium)
 
 
 def load_processor(directory: Path) -> ProcessorMixin:
@@ -380,6 +444,15 @@ class MediaProcessor:
             pieces += written, after
         return Expanded("".join(pieces), spans, places)
 
+    def row(
+        self, text: str, media: Sequence[Medium], encoder: TextEncoder, source: str
+    ) -> tuple[str, list[int], RowMedia | None]:
+        """Returns a conversation as the processor writes it: its text with placeholders replaced, its tokens, its media."""
+        expanded, before = self.expand(text, media, source), self.before(text, encoder)
+        (encoded,) = encoder.encode([expanded.text])
+        row = self.tokens(encoded, expanded, media).padded(len(before), 0) if media else None
+        return expanded.text, [*before, *encoded.ids], row
+
     def tokens(self, encoded: Encoded, expanded: Expanded, media: Sequence[Medium]) -> RowMedia:
         """Returns which tokens of the expanded text stand for its media."""
         ids = np.array(encoded.ids, np.int64)
@@ -405,9 +478,8 @@ class MediaProcessor:
         return self._written.get(key, [])
 
 
-def check_count(media: Iterable[Medium], limits: ImagesConfig, source: str) -> None:
-    """Raises DataError for an example with more images than `data.images.max_count`."""
-    count = sum(1 for _ in media)
+def check_count(count: int, limits: ImagesConfig, source: str) -> None:
+    """Raises DataError for a conversation with more images than `data.images.max_count`."""
     if limits.max_count is not None and count > limits.max_count:
         raise DataError(
             f"{source} has {count} images; data.images.max_count is {limits.max_count}. Raise it, remove images, or set "

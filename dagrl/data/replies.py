@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dagrl.data.chat import Chat
 from dagrl.data.encoder import Encoded, shared
 from dagrl.data.messages import ANSWER, QUESTION, Messages, exchange, with_answers
 
 if TYPE_CHECKING:
     from dagrl.config import Json
+    from dagrl.data.media import MediaProcessor, Medium
+
+
+Images = tuple["MediaProcessor", Sequence["Medium"]]
 
 
 def reply_tokens(
@@ -30,15 +37,39 @@ def reply_tokens(
     before: Messages = (),
     **variables: Any,
 ) -> list[int]:
+    """Returns the tokens of `reply_row`, for models that take no images."""
+    return reply_row(chat, turn, stops, messages, tools, most, before, None, **variables)[0]
+
+
+def reply_row(
+    chat: Chat,
+    turn: Sequence[int],
+    stops: frozenset[int],
+    messages: Messages,
+    tools: Sequence[Json],
+    most: int,
+    before: Messages,
+    images: Images | None,
+    /,
+    **variables: Any,
+) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Returns the tokens after a sampled turn: its end, `messages`, and the opening of the next turn. If they are more than
     `most`, some may be left out. A turn that one of `stops`, of the template's or the tokenizer's ends ended gets no second
     end.
 
     `before` is the conversation whose last message is the turn. What the assistant wrote in it does not count, except the
     names of calls. Tokenizing takes a second and 400 MB per megabyte, and a reply may be all the output of a program.
+
+    `images`: for models that take them, the processor and the images of `messages`. Also returns which tokens stand for
+    them (`dagrl.data.media.RowMedia`).
     """
     chat, last = chat.of(tools), turn[-1] if turn else None
     joint = _joint(chat, before or exchange([]), messages, tools, variables, called=last in chat.end.tokens[1:])
+    expanded = None
+    if images is not None:
+        processor, media = images
+        expanded = processor.expand(joint.text, media, "the reply")
+        joint = _Joint(expanded.text, expanded.moved(joint.end), expanded.moved(joint.after))
     closed = last in stops | chat.ends
     text = joint.text[: joint.after + len(chat.end.after) + (most + 1) * chat.encoder.longest]
     (encoded,) = chat.encoder.encode([text])
@@ -48,7 +79,12 @@ def reply_tokens(
     else:
         tokens = chat.encoder.continuation(text[:place], text[place:])
     opened = closed and (not chat.end.text or last in chat.opening_ends)
-    return tokens[1:] if opened and tokens[:1] == [last] else tokens  # what follows ended it
+    tokens = tokens[1:] if opened and tokens[:1] == [last] else tokens  # what follows ended it
+    standing = np.zeros(len(tokens), np.int64)
+    if expanded is not None and media and len(text) == len(joint.text):
+        whole = processor.tokens(encoded, expanded, media).tokens
+        standing = np.pad(whole, (len(tokens), 0))[-len(tokens) :]  # the last tokens of both are the same
+    return tokens, standing
 
 
 def reply_text(chat: Chat, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dagrl.data.chat import GENERATION, Chat, chat_of
 from dagrl.data.encoder import Encoded
 from dagrl.data.examples import Example, Message
-from dagrl.data.media import MEDIA, Expanded, MediaProcessor, Medium, RowMedia
+from dagrl.data.media import IMAGE, MEDIA, Expanded, MediaProcessor, Medium, RowMedia
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
 
@@ -180,24 +180,37 @@ def _before(chat: Chat, text: str, example: Example, processor: MediaProcessor |
     return [] if processor is None else processor.before(text, chat.encoder)
 
 
-def with_opening(prompt: Prompt, opening: str | Sequence[Mapping[str, Json]], tokenizer: PreTrainedTokenizerFast) -> Prompt:
+def with_opening(
+    prompt: Prompt,
+    opening: str | Sequence[Mapping[str, Json]],
+    tokenizer: PreTrainedTokenizerFast,
+    images: tuple[MediaProcessor, Sequence[Medium]] | None = None,
+) -> Prompt:
     """Returns the prompt with another text or other messages in place of its own, rendered and tokenized in the same way.
 
     A text is the whole of a plain prompt, or the user's turn of a conversation. System turns of the prompt stay in front,
-    unless `opening` begins with one. Raises DataError for what the chat template or the tokenizer rejects.
+    unless `opening` begins with one. `images`: for models that take them, the processor and those of `opening`. Raises
+    DataError for what the chat template or the tokenizer rejects.
     """
-    chat = chat_of(tokenizer)
+    chat, (processor, media) = chat_of(tokenizer), images or (None, ())
     if isinstance(opening, str) and not prompt.messages:
         tokens = _prompt_tokens(chat.encoder.ids(opening), prompt, chat.encoder.before)
-        return replace(prompt, text=opening, tokens=tokens)
+        return replace(prompt, text=opening, tokens=tokens, media=None)
     messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(turn) for turn in opening]
     if not messages:
         raise DataError(f"{prompt.source}: found no messages; expected: at least one")
     if messages[0].get("role") != "system":
-        messages = [*(dict(turn) for turn in prompt.messages if turn["role"] == "system"), *messages]
-    text = _render(chat, messages, prompt, opened=True)
-    tokens = _prompt_tokens(chat.encoder.ids(text), prompt, [])
-    return replace(prompt, text=text, tokens=tokens, messages=messages)
+        kept = [dict(turn) for turn in prompt.messages if turn["role"] == "system"]
+        own = prompt.media.items if prompt.media is not None else ()  # those of system turns come first
+        parts = [part for turn in kept if isinstance(turn["content"], list) for part in turn["content"]]
+        media = [*own[: parts.count(dict(IMAGE))], *media]
+        messages = [*kept, *messages]
+    text, row = _render(chat, messages, prompt, opened=True), None
+    if processor is None:
+        ids = chat.encoder.ids(text)
+    else:
+        text, ids, row = processor.row(text, media, chat.encoder, prompt.source)
+    return replace(prompt, text=text, tokens=_prompt_tokens(ids, prompt, []), messages=messages, media=row)
 
 
 def encode_demonstrations(
@@ -312,9 +325,9 @@ def collate(rows: Sequence[Demonstration], *, media: bool = False) -> Batch:
     return batch.with_fields(**{MEDIA: ids})
 
 
-def collate_pairs(pairs: Sequence[Preference]) -> Batch:
+def collate_pairs(pairs: Sequence[Preference], *, media: bool = False) -> Batch:
     """Returns a batch of both answers of each pair: rows 2i and 2i + 1 are the chosen and the rejected answer of pair i."""
-    return collate([answer for pair in pairs for answer in (pair.chosen, pair.rejected)])
+    return collate([answer for pair in pairs for answer in (pair.chosen, pair.rejected)], media=media)
 
 
 def labels_of(pairs: Sequence[Preference]) -> npt.NDArray[np.float64] | None:

@@ -30,7 +30,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
@@ -43,6 +43,7 @@ from dagrl.imports import check_arguments, load_callable, require_package
 from dagrl.rl.functions.answers import Answers, Failed, join_futures
 from dagrl.rl.functions.episodes import Step as Step
 from dagrl.rl.functions.runner import FunctionRunner
+from dagrl.rl.media import RolloutMedia
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -116,8 +117,11 @@ class Reply:
 class EnvironmentRunner:
     """Runs the configured environment in `workers` processes. Use it as a context manager."""
 
-    def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Raises ConfigError if the import path is wrong."""
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerFast, media: RolloutMedia | None = None
+    ) -> None:
+        """With `media`, replies may have images. Raises ConfigError if the import path is wrong."""
+        self._media = media
         self.max_turns = config.max_turns
         self.workers = config.num_workers or 1
         self.opens = not config.tools  # whether `reset` may give the first messages
@@ -157,7 +161,8 @@ class EnvironmentRunner:
             {
                 "arguments": self._arguments,
                 "turns": list(question.turns),
-                "example": example_of(question.prompt, question.seed, question.group_seed),
+                "example": example_of(question.prompt, question.seed, question.group_seed, self._media),
+                "images": None if self._media is None else self._media.store.limits,
             }
             for question in questions
         ]
@@ -172,6 +177,8 @@ class EnvironmentRunner:
     def _reply(self, question: Question, answer: Any) -> Reply:
         if isinstance(answer, Failed):
             return Reply(None, FAILED, answer.message)
+        if self._media is not None and isinstance(answer.reply, list):
+            answer = replace(answer, reply=self._media.keep(answer.reply))
         if not question.turns:
             return self._opening(question.prompt, answer)
         return Reply(answer.reply, reward=answer.reward)
@@ -182,7 +189,10 @@ class EnvironmentRunner:
         if answer.reply is None:
             return Reply(None)
         try:
-            return Reply(None, prompt=with_opening(prompt, answer.reply, self._tokenizer))
+            images = None
+            if self._media is not None:
+                images = self._media.images([] if isinstance(answer.reply, str) else answer.reply)
+            return Reply(None, prompt=with_opening(prompt, answer.reply, self._tokenizer, images))
         except UserError as error:
             return Reply(None, FAILED, f"reset returned {answer.reply!r:.80}: {error}")
 
@@ -206,15 +216,16 @@ def prompt_messages(prompt: Prompt) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
 
 
-def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:
+def example_of(prompt: Prompt, seed: int, group_seed: int, media: RolloutMedia | None = None) -> dict[str, Any]:
     """Returns the example that an environment or agent gets. `seed` is the sequence's own.
 
-    `prompt` is the text that the policy sees, `messages` the conversation before the chat template renders it.
+    `prompt` is the text that the policy sees, `messages` the conversation before the chat template renders it. Its images
+    are URLs of files in the run's directory.
     """
     return {
         "prompt": prompt.text,
         "reference": prompt.reference,
-        "messages": prompt_messages(prompt),
+        "messages": prompt_messages(prompt) if media is None or prompt.media is None else media.shown(prompt),
         "columns": dict(prompt.columns),
         "task": prompt.task,
         "seed": seed,
@@ -227,6 +238,11 @@ def _warn_of_failure(closed: Future[Answers]) -> None:
         logger.warning("environment.function: close failed: %s", answer.message)
 
 
+def _kind(value: object) -> str:
+    """Stands for a value without JSON, such as an image."""
+    return type(value).__name__
+
+
 def _checked(answer: Any) -> Step:
     step = answer if isinstance(answer, Step) else Step(answer)
     reply = step.reply
@@ -236,7 +252,7 @@ def _checked(answer: Any) -> Step:
     if step.reward is not None and not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
         raise TypeError(f"it returned the reward {step.reward!r}; expected: a finite number, or None")
     try:
-        (reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False, default=str)).encode()
+        (reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False, default=_kind)).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"it returned a text that UTF-8 cannot encode: {error}") from error
     return step

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config
+from dagrl.data.media import MediaProcessor, MediaStore
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError, RunError
 from dagrl.rl.functions.answers import Answers, Failed
@@ -17,6 +20,7 @@ from dagrl.rl.rewards import RewardFunction, RewardRunner, reward_functions
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group
 from dagrl.rl.rollout.scoring import reward_texts, reward_values
 from dagrl.rl.rollout.turns import open_turns
+from dagrl.telemetry.record import RunPaths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,7 +64,12 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
         )
 
 
-def try_environment(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast) -> None:
+def try_environment(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerFast,
+    processor: MediaProcessor | None = None,
+) -> None:
     """Begins the first example of each task, and answers with its reference, or a made-up text, as the policy's turn.
 
     Raises ConfigError if the environment fails, or if what it says cannot be tokenized.
@@ -68,8 +77,14 @@ def try_environment(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
     path = config.environment.function
     if path is None or path.startswith(SHIPPED):
         return
-    with open_turns(config.with_keys({"environment.num_workers": 1}), tokenizer) as turns:
-        for number, prompt in enumerate(_first_of_tasks(prompts)):
+    examples = _first_of_tasks(prompts)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="dagrl-"))  # images come into the run's directory
+        trial = config.with_keys({"environment.num_workers": 1, "output_dir": scratch})
+        shown = [medium for prompt in examples if prompt.media is not None for medium in prompt.media.items]
+        MediaStore(RunPaths.of(trial).media, config.data.images).add(shown)
+        turns = stack.enter_context(open_turns(trial, tokenizer, processor))
+        for number, prompt in enumerate(examples):
             group = new_group(config, number, 0, prompt, [0])
             (episode,) = group.episodes
             ready = turns.start([group])

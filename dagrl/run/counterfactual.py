@@ -82,7 +82,7 @@ def replay_step(directory: Path, step: int, overrides: Sequence[str]) -> list[Mi
             "choose a step behind a later checkpoint"
         )
     with tempfile.TemporaryDirectory() as scratch, open_session(_replayed(config, scratch, start)) as session:
-        if session.inputs.media:
+        if session.config.data.images.enabled:
             raise ConfigError(f"{directory} learns from images, which rollouts/ does not have; its steps cannot be replayed")
         if session.step < config.sft.max_num_steps:
             train_sft(session)

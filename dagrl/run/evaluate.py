@@ -107,20 +107,20 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
         config = prepared_config(inputs.config, inputs, directory / "init_model").with_keys({"policy.router_replay": False})
-        if inputs.media:
+        if config.data.images.enabled:
             config = config.with_keys({"output_dir": str(directory)})
             MediaStore(RunPaths.of(config).media, config.data.images).add(inputs.media)
         reward = stack.enter_context(RewardRunner(marks))
-        turns = stack.enter_context(open_turns(config, inputs.tokenizer))
+        turns = stack.enter_context(open_turns(config, inputs.tokenizer, inputs.processor))
         group = stack.enter_context(single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
-        (plan,) = with_media([generate_plan(config)]) if inputs.media else [generate_plan(config)]
+        (plan,) = with_media(config, [generate_plan(config)])
         replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), RunPlan.of(config).devices)
         add_phases(scheduler, replays.phases, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()
         engines = WorkerEngines(group, replays, config.timeouts.replay)
-        rollouts = Rollouts(config, engines, inputs.tokenizer, turns, media=bool(inputs.media))
+        rollouts = Rollouts(config, engines, inputs.tokenizer, turns, media=config.data.images.enabled)
         return _report(_complete(config, inputs, prompts, wanted, rollouts, turns, reward), wanted)
 
 

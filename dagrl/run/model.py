@@ -314,6 +314,13 @@ def checkpoint_bytes(policy: PolicyConfig) -> int:
     return sum(file.stat().st_size for file in files)
 
 
+def copy_processor(source: Path, directory: Path) -> None:
+    """Copies the files of a processor, if there are any, next to those of the tokenizer, which stay."""
+    for file in (source / name for name in PROCESSOR_FILES):
+        if file.is_file() and not (directory / file.name).exists():
+            shutil.copy2(file, directory)
+
+
 def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
     """Returns the model in float32 with seeded weights. On device `meta` it has none, which checks the keys quickly.
 
@@ -368,9 +375,8 @@ def write_random_model(
     try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        for file in (source / name for name in PROCESSOR_FILES if source is not None):
-            if file.is_file() and not (part / file.name).exists():
-                shutil.copy2(file, part)
+        if source is not None:
+            copy_processor(source, part)
         (part / marker).write_text(made, encoding="utf-8")
         replace_directory(part, directory)
     except (OSError, SafetensorError) as error:

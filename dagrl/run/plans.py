@@ -32,9 +32,6 @@ KEEP = "keep_columns"
 STEP: Mapping[str, Scalar] = {"step": 0}
 """Scalars of the phases that compute or use log-probabilities."""
 
-WITH_MEDIA = ("demonstration_step", "evaluate", "generate", "logprobs", "reference_logprobs", "train_step")
-"""Phases that take the media of their rows' tokens, in runs with images."""
-
 OVERHEAD_BYTES = 1 << 16
 """Added to the room for results, for what is not an array."""
 
@@ -108,10 +105,13 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     return recorded
 
 
-def with_media(plans: Sequence[PhasePlan]) -> list[PhasePlan]:
-    """Adds the media that tokens stand for to the phases whose rows have some."""
+def with_media(config: Config, plans: Sequence[PhasePlan]) -> list[PhasePlan]:
+    """Adds the media that tokens stand for to the phases that take tokens, if the run has images."""
+    if not config.data.images.enabled:
+        return list(plans)
     fields = {MEDIA: Field("int64")}
-    return [replace(plan, fields={**plan.fields, **fields}) if plan.name in WITH_MEDIA else plan for plan in plans]
+    takes = {plan.name for plan in plans if "tokens" in (load_phase(config, plan.name).inputs or {})}
+    return [replace(plan, fields={**plan.fields, **fields}) if plan.name in takes else plan for plan in plans]
 
 
 @dataclass(frozen=True)

@@ -119,16 +119,19 @@ class Inputs:
     evaluation_prompts: list[Prompt] = field(default_factory=list)
     preferences: list[Preference] = field(default_factory=list)
     validation_preferences: list[Preference] = field(default_factory=list)
+    processor: MediaProcessor | None = None
 
     @cached_property
     def media(self) -> list[Medium]:
-        """The media of all demonstrations and prompts, each once."""
+        """The media of all rows, each once."""
+        pairs = chain(self.preferences, self.validation_preferences)
         rows: Iterable[Demonstration | Prompt] = chain(
             self.demonstrations,
             self.validation_demonstrations,
             self.prompts,
             self.validation_prompts,
             self.evaluation_prompts,
+            chain.from_iterable((pair.chosen, pair.rejected) for pair in pairs),
         )
         media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
         return list(media.values())
@@ -182,7 +185,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     _check_metric(inputs, plan)
     if plan.generates:
         try_rewards(inputs.config, inputs.prompts, tokenizer)
-        try_environment(inputs.config, inputs.prompts, tokenizer)
+        try_environment(inputs.config, inputs.prompts, tokenizer, inputs.processor)
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
@@ -444,7 +447,11 @@ def _encoded(
     if tokenizer.chat_template is not None and any(example.messages for example in chain(learned, train, held)):
         check_template(config.policy, tokenizer)
     processor = None
-    if any(example.media for example in chain(learned, train, held)):
+    if shows := next((example.source for example in chain(learned, train, held) if example.media), None):
+        derived.set("data.images.enabled", True, "the data have images")
+        if not derived.config.data.images.enabled:
+            raise ConfigError(f"data.images.enabled is false, but {shows} has images; leave it out, or remove the images")
+    if derived.config.data.images.enabled:
         check_media(config, plan, hf_config)
         processor = MediaProcessor(load_processor(Path(config.policy.tokenizer.name or config.policy.model_name or "")))
     shown = config.data.apply_chat_template or any(example.messages for example in chain(learned, train))
@@ -462,7 +469,8 @@ def _encoded(
         )
     demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 3, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
-        encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))
+        scored = gives_scores(derived.algorithm)
+        encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=scored, processor=processor)
         parts = [train, held[: config.preference.max_val_samples]]
         if is_unpaired(derived.algorithm):
             parts = [with_other_answers(part, config.data.seed) for part in parts]
@@ -502,6 +510,7 @@ def _encoded(
         evaluation_prompts=prompts[2],
         preferences=pairs[0],
         validation_preferences=pairs[1],
+        processor=processor,
     )
 
 
@@ -509,22 +518,20 @@ def check_media(config: Config, plan: RunPlan, hf_config: Mapping[str, Json]) ->
     """Raises ConfigError for a run that does not train on images."""
     policy = config.policy
     layout = policy.train_layout
-    environment = config.environment
+    backends = {role_config(config, role).policy.backend for role in ("train", *plan.model_roles)}
+    scalar = plan.critic or (plan.learns_from == "preferences" and gives_scores(planned_algorithm(plan)))
     settings = {
-        "preferences are of texts alone": plan.learns_from == "preferences",
-        "environments and agents converse in text alone": environment.enabled or environment.agent is not None,
-        "models besides the policy and its reference read texts alone": bool(plan.model_roles),
-        "Megatron workers take text alone; set policy.backend=fsdp": policy.backend != "fsdp",
-        "adapters are for text alone; set policy.peft.enabled=false": policy.peft.enabled,
+        "critics and reward models read texts alone": scalar,
+        "Megatron workers take text alone; set policy.backend=fsdp": backends != {"fsdp"},
         "their model is not split; set tensor_parallel_size, context_parallel_size and expert_parallel_size of "
         "policy.fsdp_cfg to 1": max(layout.tp, layout.cp, layout.ep) > 1,
     }
     for advice, found in settings.items():
         if found:
-            raise ConfigError(f"the data have images, but {advice}, or remove the images")
+            raise ConfigError(f"the run has images, but {advice}, or remove the images (data.images.enabled)")
     if plan.generates and not gpus_per_worker(config.cluster) and _sees_images_whole(hf_config):
         raise ConfigError(
-            f"the data have images, but in models of type {hf_config['model_type']!r} the tokens of an image see each "
+            f"the run has images, but in models of type {hf_config['model_type']!r} the tokens of an image see each "
             "other, which vLLM's attention on CPUs does not do: completions would be of another model than in training. "
             "Generate on GPUs, take a model of causal attention, such as Qwen3-VL or Idefics3, or train by SFT"
         )

@@ -33,7 +33,7 @@ from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
-from dagrl.run.model import write_random_model
+from dagrl.run.model import copy_processor, write_random_model
 from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.recorder import Recorder, process_label
@@ -138,10 +138,8 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
         config = prepared_config(config, inputs, paths.init_model)
         plan = RunPlan.of(config)
-        phase_plans = with_records(config, run_plans(config, plan), inputs.hf_config)
-        if inputs.media:
-            phase_plans = with_media(phase_plans)
-            MediaStore(paths.media, config.data.images).add(inputs.media)
+        phase_plans = with_media(config, with_records(config, run_plans(config, plan), inputs.hf_config))
+        MediaStore(paths.media, config.data.images).add(inputs.media)
         store, resumed = _open_checkpoints(config, paths)
         step = resumed.state.step if resumed else 0
         yield PreparedRun(
@@ -323,6 +321,7 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     elif generation is not None and (generation.stop_strings or config.environment.agent is not None):
         directory = init_model.with_name("tokenizer")
         inputs.tokenizer.save_pretrained(directory)
+        copy_processor(Path(config.policy.tokenizer.name or str(config.policy.model_name)), directory)
         config = config.with_keys({TOKENIZER_KEY: str(directory)})
     model = init_model if init is not None else Path(str(config.policy.model_name))
     return with_absolute_paths(config, model)

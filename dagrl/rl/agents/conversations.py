@@ -23,7 +23,7 @@ class Context:
     """The context of a request: the answer that it extends, if any, and the tokens that follow it.
 
     `messages` are the keys of all messages up to here (`message_key`), `given` are the request's own messages, and `text` is
-    the template's text of them.
+    the template's text of them. `media` are the images that `tokens` stand for (`dagrl.data.media`), if any.
     """
 
     after: Answer | None
@@ -31,10 +31,16 @@ class Context:
     text: str
     messages: tuple[str, ...] = ()
     given: Sequence[Message] = ()
+    media: Sequence[int] = ()
 
     def whole(self) -> list[int]:
         """Returns all tokens from the start of the conversation."""
         return [*(self.after.whole() if self.after is not None else ()), *self.tokens]
+
+    def shown(self) -> list[int]:
+        """Returns the images that all tokens stand for, from the start of the conversation."""
+        before = self.after.shown() if self.after is not None else ()
+        return [*before, *(self.media or [0] * len(self.tokens))]
 
 
 @dataclass(eq=False)
@@ -55,6 +61,10 @@ class Answer:
         """Returns all tokens of the conversation up to the end of this answer."""
         return [*self.context.whole(), *self.result.tokens]
 
+    def shown(self) -> list[int]:
+        """Returns the images that all tokens up to the end of this answer stand for."""
+        return [*self.context.shown(), *[0] * len(self.result.tokens)]
+
     @property
     def messages(self) -> tuple[str, ...]:
         """Keys of the messages up to this answer."""
@@ -71,7 +81,8 @@ class Row:
     """A conversation as it is trained on: the prompt's text and tokens, and the tokens that follow.
 
     `sampled` is True on tokens that are in the loss of this row; others have log-probability 0. `rendered` is the template's
-    text of the conversation before the last answer, which has the last `answer` tokens.
+    text of the conversation before the last answer, which has the last `answer` tokens. `shown` are the images of the
+    prompt's tokens, and `media` those of `tokens`.
     """
 
     text: str
@@ -84,6 +95,8 @@ class Row:
     finish_reason: str = ""
     rendered: str = ""
     answer: int = 0
+    shown: Sequence[int] = ()
+    media: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,16 @@ def _row(path: Sequence[Answer], left: set[int]) -> Row:
     """Returns the row of a path of answers. Answers that are not `left` to learn are context."""
     first, last = path[0].context, path[-1]
     reason, size = last.result.finish_reason, len(last.result.tokens)
-    row = Row(first.text, first.tokens, first.given, finish_reason=reason, rendered=last.context.text, answer=size)
+    row = Row(
+        first.text,
+        first.tokens,
+        first.given,
+        finish_reason=reason,
+        rendered=last.context.text,
+        answer=size,
+        shown=first.shown(),
+    )
+    row.media.extend(last.shown()[len(first.tokens) :])
     for answer in path:
         result, given = answer.result, () if answer is path[0] else answer.context.tokens
         row.versions.extend([row.versions[-1] if row.versions else result.versions[0]] * len(given))
@@ -160,7 +182,8 @@ def message_key(message: Message) -> str:
 
     Clients add empty fields, strip texts, and write a call's JSON arguments in their own way.
     """
-    key: dict[str, Any] = {"role": message["role"], "content": (message.get("content") or "").strip()}
+    content = message.get("content") or ""
+    key: dict[str, Any] = {"role": message["role"], "content": content.strip() if isinstance(content, str) else content}
     if calls := message.get("tool_calls"):
         key["tool_calls"] = [(call["function"]["name"], _parsed(call["function"]["arguments"] or {})) for call in calls]
     for name in ("name", "tool_call_id"):

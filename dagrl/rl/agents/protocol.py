@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_valid
 
 from dagrl.data.messages import content_of, with_parsed_arguments
 from dagrl.errors import DagrlError
+from dagrl.rl.media import MEDIUM
 
 MODEL = "policy"
 """The name of the model."""
@@ -142,7 +143,8 @@ def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     if message.get("function_call") is not None or role == "function":
         raise EndpointError(f"{place}: function_call is not supported; use tool_calls and the role tool", param="messages")
-    content = _text(content_of(message) or "", place)
+    content = content_of(message) or ""
+    content = content if _has_images(content) else _text(content, place)
     message = {name: value for name, value in message.items() if value is not None and name != "refusal"}
     message |= {"role": role, "content": content}
     for call in message.get("tool_calls") or ():
@@ -154,9 +156,18 @@ def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
     return message
 
 
+def _has_images(content: Any) -> bool:
+    """Whether a content is of texts and images that the run has kept."""
+    parts = content if isinstance(content, list) and all(isinstance(part, dict) for part in content) else []
+    return any(MEDIUM in part for part in parts) and all(MEDIUM in part or part.get("type") == "text" for part in parts)
+
+
 def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts}
-    raise EndpointError(f"{place}.content has {', '.join(map(str, kinds))}; only text is supported", param="messages")
+    raise EndpointError(
+        f"{place}.content has {', '.join(map(str, kinds))}; expected: texts, and with data.images.enabled images",
+        param="messages",
+    )

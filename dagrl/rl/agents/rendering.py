@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.data.chat import Chat
 from dagrl.data.messages import Messages
-from dagrl.data.replies import reply_tokens
+from dagrl.data.replies import reply_row
+from dagrl.errors import DataError, UserError
 from dagrl.rl.agents.conversations import Context, Conversations, Row, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
+from dagrl.rl.media import RolloutMedia
 from dagrl.rl.tools import CallParser, Calls, vllm_parser
 
 if TYPE_CHECKING:
@@ -23,11 +25,28 @@ if TYPE_CHECKING:
 class Renderer:
     """Renders with a tokenizer of its own: fast tokenizers are not safe in several threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, parser: str, stops: Iterable[int] = ()) -> None:
-        """`parser` is vLLM's name of the parser of the model's tool calls; `stops` are the tokens that end a turn."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        parser: str,
+        stops: Iterable[int] = (),
+        media: RolloutMedia | None = None,
+    ) -> None:
+        """`parser` is vLLM's name of the parser of the model's tool calls; `stops` are the tokens that end a turn. With
+        `media`, requests may have images."""
+        self.media = media
         self._tokenizer, self._parser, self._stops = tokenizer, parser, frozenset(stops)
         self._chat = Chat(tokenizer)
         self._parsers: dict[str, CallParser] = {}
+
+    def read(self, body: ChatBody) -> ChatBody:
+        """Returns the request with its images in the run's store. Any thread may call it."""
+        if self.media is None:
+            return body
+        try:
+            return body.model_copy(update={"messages": self.media.requested(body.messages)})
+        except DataError as error:
+            raise EndpointError(str(error), param="messages") from error
 
     def context(self, body: ChatBody, conversations: Conversations) -> Context:
         """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
@@ -42,30 +61,48 @@ class Renderer:
                 "could make none; use one that ends turns after their calls (policy.tokenizer.chat_template)",
                 param="tools",
             )
+        media: Sequence[int] = ()
         try:
             if after is None:
                 text = self._chat.render(messages, tools, opened=True, **options)
-                tokens = self._chat.encoder.ids(text)
+                if self.media is None:
+                    tokens = self._chat.encoder.ids(text)
+                else:
+                    shown = self.media.media_of(messages)
+                    text, tokens, row = self.media.processor.row(text, shown, self._chat.encoder, "the conversation")
+                    media = () if row is None else row.tokens.tolist()
             else:
                 text = self._text(messages, tools, options)
                 count = len(after.messages) - 1  # without the key of the tools and options
                 turn, before, new = [*after.result.tokens], messages[:count], messages[count:]
-                tokens = reply_tokens(self._chat, turn, self._stops, new, tools, sys.maxsize, before, **options)
+                images = None
+                if self.media is not None:
+                    images = self.media.images(new, before=len(self.media.media_of(before)))
+                tokens, standing = reply_row(
+                    self._chat, turn, self._stops, new, tools, sys.maxsize, before, images, **options
+                )
+                media = standing.tolist()
+        except UserError as error:
+            raise EndpointError(str(error), param="messages") from error
         except Exception as error:  # Jinja's errors, and those that templates raise
             raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
-        return Context(after, tokens, text, keys, messages)
+        return Context(after, tokens, text, keys, messages, media)
 
     def _text(self, messages: Messages, tools: Sequence[Json], options: Mapping[str, Any]) -> str:
         """Returns the template's text of a conversation; empty if it rejects what the policy wrote."""
         try:
-            return self._chat.render(messages, tools, opened=True, **options)
+            text = self._chat.render(messages, tools, opened=True, **options)
+            if self.media is not None:
+                text = self.media.processor.expand(text, self.media.media_of(messages), "the conversation").text
+            return text
         except Exception:  # Jinja's errors, and those that templates raise
             return ""
 
     def renders_again(self, row: Row) -> bool:
         """Returns whether the template's text of a conversation, up to its last answer, has the tokens of the row."""
         tokens = [*row.prompt, *row.tokens]
-        return self._chat.encoder.ids(row.rendered) == tokens[: len(tokens) - row.answer]
+        before = [] if self.media is None else self.media.processor.before(row.rendered, self._chat.encoder)
+        return [*before, *self._chat.encoder.ids(row.rendered)] == tokens[: len(tokens) - row.answer]
 
     def text(self, tokens: Iterable[int]) -> str:
         """Returns the text of a sampled turn, without special tokens and its end."""

@@ -13,6 +13,7 @@ import copy
 import math
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,6 +26,7 @@ from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.functions.agent_pool import AgentPool
 from dagrl.rl.functions.answers import Failed
+from dagrl.rl.media import RolloutMedia
 from dagrl.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -34,8 +36,9 @@ if TYPE_CHECKING:
 class AgentRunner:
     """See the module's docstring. A context manager."""
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Raises ConfigError for a wrong import path."""
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast, media: RolloutMedia | None = None) -> None:
+        """With `media`, requests may have images. Raises ConfigError for a wrong import path."""
+        self.media = media
         environment, generation = config.environment, generation_config(config)
         assert environment.agent is not None
         self.max_conversations = environment.max_conversations
@@ -48,7 +51,8 @@ class AgentRunner:
             generation.stop_strings,
         )
         self.inbox = Inbox()
-        self.renderer = Renderer(copy.deepcopy(tokenizer), environment.tool_parser, generation.stop_token_ids)
+        own = media and replace(media, processor=copy.deepcopy(media.processor))  # as its tokenizer
+        self.renderer = Renderer(copy.deepcopy(tokenizer), environment.tool_parser, generation.stop_token_ids, own)
         self._server = EndpointServer(
             environment.endpoint.host,
             environment.endpoint.port,

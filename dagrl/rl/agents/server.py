@@ -144,6 +144,7 @@ class EndpointServer:
 
         episode = self._episode(request)
         body = read_body(await request.body())
+        body = await asyncio.to_thread(self.renderer.read, body)  # decodes images
         turn = episode.ask(body, partial(self.renderer.context, body))
         reply = _Reply(self, episode, turn, ChatFormat(body, self.renderer.token_text, turn.prompt))
         self.inbox.put(episode, turn)

@@ -12,11 +12,14 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import error_text
 from dagrl.rl.functions.answers import without_exit
+
+if TYPE_CHECKING:
+    from dagrl.config import ImagesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,8 @@ THREADS = 256
 class Step:
     """An environment's answer to a turn: its reply (None: the episode has ended), and the turn's reward if it has one.
 
-    A reply is a text, or messages for the chat template, after which the template opens the policy's next turn.
+    A reply is a text, or messages for the chat template, after which the template opens the policy's next turn. A message
+    may have images among its parts (`data.images.enabled`): files, bytes, data URLs, or images of Pillow.
     """
 
     reply: str | list[dict[str, Any]] | None = None
@@ -39,6 +43,17 @@ class Step:
 class _Episode:
     environment: Any
     steps: int = 0
+
+
+def _with_images(answer: Any, limits: ImagesConfig) -> Any:
+    """Returns an answer whose images are read. Raises DataError if one is broken."""
+    from dagrl.rl.media import read_messages
+
+    reply = answer.reply if isinstance(answer, Step) else answer
+    if not isinstance(reply, list) or not all(isinstance(message, dict) for message in reply):
+        return answer
+    read = read_messages(reply, limits, "the reply")
+    return replace(answer, reply=read) if isinstance(answer, Step) else read
 
 
 class EpisodeHost:
@@ -77,7 +92,8 @@ class EpisodeHost:
         for turn in turns[episode.steps :]:
             answer = await self._call(episode.environment.step, turn)
             episode.steps += 1
-        return answer
+        limits = request.get("images")
+        return answer if limits is None else await self._call(_with_images, answer, limits)
 
     async def _close_failed(self, key: str) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dagrl.data.media import RowMedia
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.agents.conversations import EpisodeRows, Row
 from dagrl.rl.agents.episode import AgentEpisode, Turn as Request
@@ -74,7 +75,7 @@ class AgentTurns:
         for group in groups:
             for episode in group.episodes:
                 key, self._begun = f"{group.number}/{self._begun}", self._begun + 1
-                example = example_of(episode.prompt, episode.seed, group.episodes[0].seed)
+                example = example_of(episode.prompt, episode.seed, group.episodes[0].seed, self._runner.media)
                 agent = self._runner.begin(key, example, greedy=episode.greedy)
                 self._running[id(agent)] = _Running(group, episode, agent)
         return []  # they have to ask first
@@ -89,7 +90,8 @@ class AgentTurns:
         for agent, turn in self._runner.inbox.take():
             if id(agent) in self._running and not turn.cancelled:
                 running = self._running[id(agent)]
-                prompt = Prompt("", np.array(turn.prompt, np.int64), "", running.episode.prompt.source)
+                media = _row_media(turn.context.shown()) if self._runner.media is not None else None
+                prompt = Prompt("", np.array(turn.prompt, np.int64), "", running.episode.prompt.source, media=media)
                 stream = turn.number if turn.seed is None else SEEDED + abs(turn.seed)
                 (seed,) = request_seeds(running.episode.seed, stream, 1)
                 episode = TurnEpisode(prompt, seed, turn.max_new_tokens, options=turn.options, turn=turn)
@@ -170,11 +172,16 @@ def set_conversations(episode: Episode, conversations: EpisodeRows, rewards: dic
         first = rows[0]
         episode.prompt, episode.finish_reason = first.prompt, first.finish_reason
         episode.tokens, episode.logprobs = first.tokens, first.logprobs
-        episode.versions, episode.sampled = first.versions, first.sampled
+        episode.versions, episode.sampled, episode.media = first.versions, first.sampled, first.media
+
+
+def _row_media(media: Sequence[int]) -> RowMedia | None:
+    return RowMedia((), np.array(media, np.int64)) if any(media) else None
 
 
 def _conversation(example: Prompt, row: Row) -> Episode:
     """Returns a conversation as an episode: its own prompt, and the other fields of the example."""
-    prompt = replace(example, text=row.text, tokens=np.array(row.prompt, np.int64), messages=tuple(row.messages))
+    tokens, media = np.array(row.prompt, np.int64), _row_media(row.shown)
+    prompt = replace(example, text=row.text, tokens=tokens, messages=tuple(row.messages), media=media)
     columns: dict[str, Any] = {name: getattr(row, name) for name in TOKEN_FIELDS}
     return Episode(prompt, 0, 0, **columns, finish_reason=row.finish_reason)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.chat import chat_of
-from dagrl.data.media import MEDIA
+from dagrl.data.media import MEDIA, ids_in
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
+TOKEN_FIELDS = {
+    "tokens": np.int64,
+    "logprobs": np.float32,
+    "versions": np.int64,
+    "sampled": np.bool_,
+    "media": np.int64,
+}
 """The arrays of an episode [tokens], and their types."""
 
 _NO_TOKENS: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in TOKEN_FIELDS.items()}
@@ -34,7 +40,8 @@ _NO_TOKENS: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dt
 class Episode:
     """A sequence that is being generated: the tokens that follow its prompt. Its arrays are replaced, never written to.
 
-    `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
+    `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `media` has
+    the ids of its images at the tokens that stand for them (`dagrl.data.media`), as the prompt's own has. `opened` is
     True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
     is the environment's error if the finish reason is `environment_failed`. `turn_rewards` has one for each turn that it
     answered, None for a turn without. A `greedy` sequence takes the likeliest token at
@@ -72,10 +79,13 @@ class Episode:
     reward_parts: dict[str, float] = field(default_factory=dict)
     replies: list[str | list[dict[str, Any]]] = field(default_factory=list)
     renders_again: bool | None = None
+    media: IntArray = field(default_factory=lambda: _NO_TOKENS["media"])
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_FIELDS.items():
             setattr(self, name, np.asarray(getattr(self, name), dtype))
+        if not len(self.media):
+            self.media = np.zeros(len(self.tokens), np.int64)
 
     def __len__(self) -> int:
         return len(self.prompt.tokens) + len(self.tokens)
@@ -90,6 +100,11 @@ class Episode:
         """New tokens that this turn may still make."""
         return self.max_new_tokens - (len(self.tokens) - self.turn_start)
 
+    @property
+    def media_ids(self) -> list[int]:
+        """The ids of all images, of the prompt first."""
+        return [*(ids_in(self.prompt.media.tokens) if self.prompt.media is not None else ()), *ids_in(self.media)]
+
     def spans(self) -> list[tuple[int, int]]:
         """Returns where each turn of the policy or the environment starts and ends in `tokens`, in order."""
         if not len(self.tokens):
@@ -99,7 +114,7 @@ class Episode:
 
     def append(self, result: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
-        self._extend(result.tokens, result.logprobs, result.versions, sampled=True)
+        self._extend(result.tokens, result.logprobs, result.versions, np.zeros(len(result.tokens)), sampled=True)
         self.experts = join_records(self.experts, result.experts)
 
     def take_back(self, count: int) -> None:
@@ -110,15 +125,24 @@ class Episode:
         if self.experts is not None:
             self.experts = self.experts[: len(self)]
 
-    def answer(self, tokens: Sequence[int]) -> None:
-        """Appends the tokens of the environment and begins a new turn."""
+    def answer(self, tokens: Sequence[int], media: IntArray | None = None) -> None:
+        """Appends the tokens of the environment, with their `media` if it has shown some, and begins a new turn."""
         version = self.versions[-1] if len(self.versions) else 0
-        self._extend(tokens, [0.0] * len(tokens), [version] * len(tokens), sampled=False)
+        shown = np.zeros(len(tokens), np.int64) if media is None else media
+        self._extend(tokens, [0.0] * len(tokens), [version] * len(tokens), shown, sampled=False)
         self.turn_start = len(self.tokens)
 
-    def _extend(self, *columns: Sequence[float] | IntArray | FloatArray, sampled: bool) -> None:
+    def _extend(
+        self,
+        tokens: Sequence[int] | IntArray,
+        logprobs: Sequence[float] | FloatArray,
+        versions: Sequence[int] | IntArray,
+        media: npt.NDArray[Any],
+        *,
+        sampled: bool,
+    ) -> None:
         first = not len(self.tokens)
-        added = *columns, np.full(len(columns[0]), sampled)
+        added = tokens, logprobs, versions, np.full(len(tokens), sampled), media
         for (name, dtype), column in zip(TOKEN_FIELDS.items(), added, strict=True):
             more: npt.NDArray[Any] = np.asarray(column, dtype)
             setattr(self, name, more if first else np.concatenate([getattr(self, name), more]))
@@ -241,6 +265,8 @@ def token_rows(episodes: Sequence[Episode], *, media: bool = False) -> Batch:
         return batch
     ids = np.zeros_like(tokens)
     for row, episode in zip(ids, episodes, strict=True):
+        start = len(episode.prompt.tokens)
+        row[start : len(episode)] = episode.media
         if episode.prompt.media is not None:
-            row[: len(episode.prompt.tokens)] = episode.prompt.media.tokens
+            row[:start] = episode.prompt.media.tokens
     return batch.with_fields(**{MEDIA: ids})

@@ -395,7 +395,8 @@ class Experience:
         prompt = self._prompts.train[group.key]
         for episode in group.episodes:
             own = episode.prompt
-            episode.prompt = replace(prompt, text=own.text, tokens=own.tokens, messages=own.messages) if len(own) else prompt
+            given = replace(prompt, text=own.text, tokens=own.tokens, messages=own.messages, media=own.media)
+            episode.prompt = given if len(own) else prompt
         if group.complete:
             self._score([group])
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dagrl.data.media import name_of
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import FAILED, TRAIN, ScoredGroup, Untrained, answered
 from dagrl.runtime.shapes import Array, Batch
@@ -125,7 +126,7 @@ def _conversation(episode: Episode, texts: TokenTexts) -> dict[str, Any]:
     pieces = texts(episode.tokens.tolist())
     return {
         "prompt": episode.prompt.text,
-        "media": [medium.name for medium in episode.prompt.media.items] if episode.prompt.media is not None else [],
+        "media": [name_of(medium) for medium in episode.media_ids],
         "turns": _turns(episode, pieces),
         "finish_reason": episode.finish_reason,
         "prompt_tokens": episode.prompt.tokens,

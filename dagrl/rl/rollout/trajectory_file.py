@@ -11,6 +11,7 @@ import numpy as np
 
 from dagrl.config import Config, Json
 from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.data.media import RowMedia
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup
 
@@ -77,7 +78,8 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
             record = recorded[read : read + size].reshape(shape) if size else None
             prompt = NO_PROMPT
             if (given := described.pop("prompt")) is not None:
-                prompt = Prompt(given["text"], np.array(given["tokens"], np.int64), "", "", given["messages"])
+                media = given["media"] and RowMedia((), np.array(given["media"], np.int64))
+                prompt = Prompt(given["text"], np.array(given["tokens"], np.int64), "", "", given["messages"], media=media)
             episodes.append(Episode(prompt, **described, **arrays, experts=record))
             start, read = end, read + size
         group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
@@ -111,6 +113,7 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
     for episode in group.episodes if saved.whole else ():
         own = episode.prompt
         given = {"text": own.text, "tokens": own.tokens.tolist(), "messages": [dict(turn) for turn in own.messages]}
+        given["media"] = None if own.media is None else own.media.tokens.tolist()
         episodes.append(
             {
                 **{name: getattr(episode, name) for name in KEPT_FIELDS},

@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.data.chat import chat_of
-from dagrl.data.replies import reply_tokens, text_tokens
+from dagrl.data.media import MediaProcessor
+from dagrl.data.replies import reply_row, text_tokens
+from dagrl.errors import UserError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, prompt_messages
 from dagrl.rl.functions.answers import split_done
-from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.generation import FinishedRequest, IntArray
+from dagrl.rl.media import RolloutMedia
 from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample, Turn
 from dagrl.rl.rollout.scoring import environment_failures, rendered_differently
@@ -63,14 +67,17 @@ class Turns(Protocol):
 
 
 @contextmanager
-def open_turns(config: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Turns]:
-    """Opens the configured source of turns."""
+def open_turns(
+    config: Config, tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
+) -> Iterator[Turns]:
+    """Opens the configured source of turns. With the model's `processor`, they may have images."""
+    media = None if processor is None else RolloutMedia.of(config, processor)
     if config.environment.agent is not None:
-        with AgentRunner(config, tokenizer) as agents:
+        with AgentRunner(config, tokenizer, media) as agents:
             yield AgentTurns(agents)
     elif config.environment.enabled:
-        with EnvironmentRunner(config.environment, tokenizer) as environment:
-            yield EnvironmentTurns(config, tokenizer, environment)
+        with EnvironmentRunner(config.environment, tokenizer, media) as environment:
+            yield EnvironmentTurns(config, tokenizer, environment, media)
     else:
         yield EnvironmentTurns(config, tokenizer)
 
@@ -81,9 +88,13 @@ class EnvironmentTurns:
     can_wait = True
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerFast, environment: EnvironmentRunner | None = None
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerFast,
+        environment: EnvironmentRunner | None = None,
+        media: RolloutMedia | None = None,
     ) -> None:
-        self._chat, self._environment = chat_of(tokenizer), environment
+        self._chat, self._environment, self._media = chat_of(tokenizer), environment, media
         self._stops = frozenset(generation_config(config).stop_token_ids)
         self._room = bucket_widths(config.policy)[-1]
         self._calls: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
@@ -171,28 +182,40 @@ class EnvironmentTurns:
         episode.awaiting, episode.failure = False, reply.failure
         episode.turn_rewards.append(reply.reward)
         room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
+        media = None
         try:
-            tokens = [] if reply.content is None or last else self._tokens(episode, reply.content, room)
+            tokens = list[int]()
+            if reply.content is not None and not last:
+                tokens, media = self._tokens(episode, reply.content, room)
+        except UserError as error:
+            self._fail(group, episode, f"its reply: {error}")
+            return
         except Exception as error:  # Jinja's errors, and those that templates raise
-            episode.failure = f"the chat template rejects the reply {reply.content!r:.80}: {error}"
-            self._close(group, episode)
-            episode.finish_reason = FAILED
+            self._fail(group, episode, f"the chat template rejects the reply {reply.content!r:.80}: {error}")
             return
         if not tokens:
             self._end(group, episode, reply.reason)
         elif len(tokens) >= room:
             self._end(group, episode, "length")
         else:
-            episode.answer(tokens)
+            episode.answer(tokens, media)
 
-    def _tokens(self, episode: Episode, reply: str | list[dict[str, Any]], room: int) -> list[int]:
-        """Returns the tokens of a reply to the last turn; if they are more than there is `room` for, some are left out."""
+    def _fail(self, group: RolloutGroup, episode: Episode, failure: str) -> None:
+        episode.failure = failure
+        self._close(group, episode)
+        episode.finish_reason = FAILED
+
+    def _tokens(self, episode: Episode, reply: str | list[dict[str, Any]], room: int) -> tuple[list[int], IntArray | None]:
+        """Returns the tokens of a reply to the last turn, and the images that they stand for. If they are more than there is
+        `room` for, some are left out.
+        """
         turn, prompt = episode.tokens[episode.turn_start :].tolist(), episode.prompt
         before = [*_conversation(episode, [""] * episode.turns), {"role": "assistant"}]
         episode.replies.append(reply)
         if isinstance(reply, str):
-            return text_tokens(self._chat, turn, reply, room)
-        return reply_tokens(self._chat, turn, self._stops, reply, prompt.tools, room, before, **prompt.variables)
+            return text_tokens(self._chat, turn, reply, room), None
+        images = None if self._media is None else self._media.images(reply, before=len(episode.media_ids))
+        return reply_row(self._chat, turn, self._stops, reply, prompt.tools, room, before, images, **prompt.variables)
 
     def _renders_again(self, episode: Episode) -> bool | None:
         """Returns whether the template writes the conversation up to the last turn with the tokens that it has."""
@@ -200,7 +223,10 @@ class EnvironmentTurns:
         if not 0 < len(episode.replies) == len(texts) - 1 or any(isinstance(reply, str) for reply in episode.replies):
             return None
         tokens = [*prompt.tokens.tolist(), *episode.tokens[: episode.turn_start].tolist()]
-        return self._chat.renders(_conversation(episode, texts), prompt.tools, tokens, **prompt.variables)
+        ids = None
+        if self._media is not None:
+            ids = partial(self._media.ids, media=episode.media_ids, encoder=self._chat.encoder)
+        return self._chat.renders(_conversation(episode, texts), prompt.tools, tokens, ids, **prompt.variables)
 
     def _texts(self, episode: Episode) -> list[str]:
         turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]

@@ -121,7 +121,7 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
     assert session.generation is not None
     sets = config.evaluation.sets
     with (
-        open_turns(config, inputs.tokenizer) as turns,
+        open_turns(config, inputs.tokenizer, inputs.processor) as turns,
         RewardRunner(rewards_of_sets(config.evaluation, config.reward.num_workers)) if sets else nullcontext() as marks,
         Experience(
             config,
@@ -130,7 +130,7 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
                 inputs.validation_prompts,
                 inputs.tokenizer,
                 inputs.evaluation_prompts,
-                bool(inputs.media),
+                config.data.images.enabled,
             ),
             WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement),
             reward,

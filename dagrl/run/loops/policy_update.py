@@ -61,7 +61,7 @@ def open_trainer(session: Session) -> Iterator[PolicyTrainer]:
             stop=session.stop,
             log=session.recorder.rollouts,
             thread=thread,
-            media=bool(session.inputs.media),
+            media=session.config.data.images.enabled,
         )
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

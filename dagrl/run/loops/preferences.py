@@ -46,7 +46,7 @@ def train_preferences(session: Session) -> None:
     while session.step < stage.last:
         step = session.step + 1
         pairs = [train[index] for index in sampler.take(config.policy.train_global_batch_size)]
-        batch = collate_pairs(pairs)
+        batch = collate_pairs(pairs, media=config.data.images.enabled)
         metrics = comparison.learn(batch, labels_of(pairs), step)
         if validation and stage.validates(step):
             metrics |= evaluate(session, comparison, validation)
@@ -96,6 +96,7 @@ def evaluate(
         if session.stop.requested:
             return given_up(session.stop, may_stop)
         pairs = validation[start : start + size]
-        for name, value in comparison.losses(collate_pairs(pairs), labels_of(pairs)).metrics.items():
+        batch = collate_pairs(pairs, media=session.config.data.images.enabled)
+        for name, value in comparison.losses(batch, labels_of(pairs)).metrics.items():
             totals[name] = totals.get(name, 0.0) + value * len(pairs) / len(validation)
     return {VALIDATION + name: value for name, value in totals.items()}

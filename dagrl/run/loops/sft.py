@@ -34,7 +34,7 @@ def train_sft(session: Session) -> None:
     while session.step < stage.last:
         step = session.step + 1
         rows = [train[index] for index in sampler.take(config.policy.train_global_batch_size)]
-        batch = collate(rows, media=bool(session.inputs.media))
+        batch = collate(rows, media=session.config.data.images.enabled)
         batch = batch.with_scalars(**learning_rate(config, session.plan))
         metrics = replay_batch(session.replays, "demonstration_step", batch, step=step).flat()
         if validation and stage.validates(step):
@@ -55,7 +55,7 @@ def evaluate(session: Session, validation: list[Demonstration], *, may_stop: boo
     for start in range(0, len(validation), size):
         if session.stop.requested:
             return given_up(session.stop, may_stop)
-        batch = collate(validation[start : start + size], media=bool(session.inputs.media))
+        batch = collate(validation[start : start + size], media=session.config.data.images.enabled)
         part = replay_batch(session.replays, "evaluate", batch, step=session.step).flat()
         loss += part["loss"] * part["valid_tokens"]
         tokens += part["valid_tokens"]

@@ -124,9 +124,13 @@ def _has_adapter(module: nn.Module) -> bool:
 
 
 def linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters that may have adapters: those of all linear layers but the head."""
-    head = model.get_output_embeddings()
-    layers = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head)
+    """Returns the shapes of the parameters that may have adapters: those of all linear layers but the head.
+
+    A model that takes images has them in its language part alone, as vLLM has.
+    """
+    head, sees = model.get_output_embeddings(), model.get_encoder(modality="image") not in (model, model.base_model)
+    inside = {*(model.get_decoder() if sees else model).modules()} - {head}
+    layers = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part in inside)
     return {f"{name}.weight": tuple(part.weight.shape) for name, part in layers}
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dagrl.config import Config
-from dagrl.data.media import MediaStore, load_processor
+from dagrl.data.media import MediaCache, MediaStore, load_processor
 from dagrl.telemetry.record import RunPaths
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.output import base_of
@@ -52,6 +52,11 @@ class MediaInputs:
     def __init__(self, base: nn.Module, processor: ProcessorMixin, open_image: Callable[[int], Image]) -> None:
         self._base: Any = base
         self._processor, self._open_image = processor, open_image
+        self._made = MediaCache(self._alone, lambda tensors: sum(one.nbytes for one in tensors.values()))
+        self._joins: bool | None = None  # whether tensors of several images are those of each, one after the other
+        self._given: tuple[Tensor, Tensor] | None = None
+        embedding: nn.Module = cast(Any, base).get_input_embeddings()
+        embedding.register_forward_pre_hook(self._embed_as_given)
         self._known = {*inspect.signature(base.forward).parameters} - {"input_ids", "attention_mask", "position_ids"}
         self.masks = "token_type_ids" in self._known  # tokens of an image see each other
         self._placeholders = sorted(processor.image_token_ids)
@@ -65,7 +70,7 @@ class MediaInputs:
         firsts = (-media[media < 0]).tolist()
         if not firsts:
             return arguments
-        arguments |= self._tensors([self._open_image(one) for one in firsts], tokens.device)
+        arguments |= {name: value.to(tokens.device) for name, value in self._tensors(firsts).items()}
         if self._ropes:
             arguments["position_ids"] = self._rope_positions(tokens, positions, media, arguments)
         return arguments
@@ -79,31 +84,48 @@ class MediaInputs:
         """
         texts = torch.isin(tokens, torch.tensor(self._placeholders, device=tokens.device)) & (media == 0)
         other = next(token for token in count() if token not in self._placeholders)
-
-        def embeds_as_given(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return torch.where(texts, tokens, arguments[0]), *arguments[1:]
-
-        embedding: nn.Module = self._base.get_input_embeddings()
-        hook = embedding.register_forward_pre_hook(embeds_as_given)
+        self._given = texts, tokens
         try:
             yield torch.where(texts, other, tokens)
         finally:
-            hook.remove()
+            self._given = None
+
+    def _embed_as_given(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._given is None:
+            return arguments
+        texts, tokens = self._given
+        return torch.where(texts, tokens, arguments[0]), *arguments[1:]
 
     def nothing(self, device: torch.device) -> Tensor:
         """Returns 0, computed from a blank image: without any, a rank takes part in the vision tower's collectives too."""
         from PIL import Image
 
-        features = self._base.get_image_features(**self._tensors([Image.new("RGB", BLANK)], device), return_dict=True)
+        blank = {name: value.to(device) for name, value in self._processed([Image.new("RGB", BLANK)]).items()}
+        features = self._base.get_image_features(**blank, return_dict=True)
         parts = features.pooler_output
         whole: Tensor = parts if isinstance(parts, Tensor) else torch.cat([*parts])
         deep = [part for layer in getattr(features, "deepstack_features", None) or () for part in layer]
         return sum([one.sum() for one in deep], whole.sum()) * 0.0
 
-    def _tensors(self, images: list[Image], device: torch.device) -> dict[str, Tensor]:
-        """Returns what the processor makes of the images of one row, which need no padding, as far as the model takes it."""
+    def _tensors(self, media: list[int]) -> dict[str, Tensor]:
+        """Returns what the processor makes of the images of one row, which need no padding, as far as the model takes it.
+
+        Those of each image are kept, if the processor puts them one after the other; the first row with several images says.
+        """
+        joined = None if self._joins is False else _joined([self._made(medium) for medium in media])
+        if joined is not None and (self._joins or len(media) == 1):
+            return joined
+        whole = self._processed([self._open_image(medium) for medium in media])
+        if self._joins is None and len(media) > 1:
+            self._joins = joined is not None and all(torch.equal(whole[name], joined[name]) for name in whole)
+        return whole
+
+    def _alone(self, medium: int) -> dict[str, Tensor]:
+        return self._processed([self._open_image(medium)])
+
+    def _processed(self, images: list[Image]) -> dict[str, Tensor]:
         output = self._processor(images=[images], return_tensors="pt")
-        return {name: value.to(device) for name, value in output.items() if name in self._known and name not in TYPES}
+        return {name: value for name, value in output.items() if name in self._known and name not in TYPES}
 
     def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, arguments: dict[str, Any]) -> Tensor:
         """Returns positions [4, b, s]: those of text, by which sequences of a row are told apart, and the model's own three.
@@ -123,3 +145,11 @@ class MediaInputs:
             first += images
         own = torch.cat(parts, dim=1).view(3, *shape).to(positions.device)
         return torch.cat([positions[None], own])
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor] | None:
+    """Returns the tensors of several images, one after the other; None if their shapes do not fit."""
+    try:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    except RuntimeError:
+        return None

@@ -104,6 +104,21 @@ def processed_image(processor: Any, name: str, image: Image) -> Any:
     return found.kwargs["image"][0]
 
 
+def item_bytes(item: Any) -> int:
+    """Returns the bytes of the tensors of `processed_image`."""
+    return sum(getattr(element.data, "nbytes", 0) for element in item.values())
+
+
+def names_in_vllm(architecture: type[Any]) -> Callable[[str], str]:
+    """Returns what gives the name of a checkpoint's parameter in a model class of vLLM, as if no layers were fused."""
+    mapper = getattr(architecture, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return str
+    if hasattr(mapper, "orig_to_new_stacked"):  # since 0.32, names of fused layers too
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
+    return lambda name: mapper._map_name(name) or name
+
+
 def require_batch_invariance() -> None:
     """Raises ConfigError if this GPU or this vLLM lacks batch-invariant kernels. Those on CPUs are."""
     import torch

@@ -29,7 +29,6 @@ from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.process_groups import break_groups, reset_group_names
 from dagrl.runtime.store import open_tcp_store, reserve_port
 from dagrl.runtime.worker import WorkerContext
-from dagrl.telemetry.record import RunPaths
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.engine import warmup_params
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_generation
@@ -250,7 +249,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
-    if takes_images(config):
+    if config.data.images.enabled:
         most = config.data.images.max_count or MOST_IMAGES
         arguments["limit_mm_per_prompt"] = {"image": most, "video": 0, "audio": 0}
         arguments["mm_processor_cache_gb"] = 0  # `EngineMedia` keeps what it makes
@@ -317,14 +316,9 @@ def read_hf_config(config: Config) -> dict[str, Any]:
     return dict(AutoConfig.from_pretrained(model_path(config)).to_dict())
 
 
-def takes_images(config: Config) -> bool:
-    """Whether the run has images: the driver has put them in its directory."""
-    return RunPaths.of(config).media.is_dir()
-
-
 def _tokenizer(config: Config) -> str | None:
     """Returns the tokenizer's directory, or None if the engine needs only token ids: without stop strings and images."""
-    if not require_generation(config).stop_strings and config.environment.agent is None and not takes_images(config):
+    if not require_generation(config).stop_strings and config.environment.agent is None and not config.data.images.enabled:
         return None
     return config.policy.tokenizer.name or model_path(config)
 

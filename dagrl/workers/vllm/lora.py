@@ -50,8 +50,7 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
         "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= peft.dim),
         "load_format": "auto",  # a refit writes none of the loaded parameters
     }
-    shapes, in_vllm = _linear_layers(hf_config)
-    names = map(in_vllm, targets(shapes, peft))
+    names = map(_names(hf_config), targets(_linear_layers(hf_config), peft))
     modules = {name.partition(f".{STACKED}")[0].removesuffix(".weight").rpartition(".")[2] for name in names}
     for architecture in _model_classes(hf_config):
         packed = getattr(architecture, "packed_modules_mapping", {})
@@ -60,13 +59,20 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
     return arguments | features.only_known({"lora_target_modules": sorted(modules)})
 
 
-def _linear_layers(hf_config: Mapping[str, Json]) -> tuple[AdapterShapes, Callable[[str], str]]:
-    """Returns the shapes of the parameters that may have adapters, and what gives their names in vLLM."""
-    if (family := known_family(hf_config)) is not None:
-        return linear_shapes(stacked_shapes(hf_config)), family.names.in_vllm
+def _linear_layers(hf_config: Mapping[str, Json]) -> AdapterShapes:
+    """Returns the shapes of the parameters that may have adapters."""
+    if known_family(hf_config) is not None:
+        return linear_shapes(stacked_shapes(hf_config))
     from dagrl.workers.fsdp.lora import shapes_of_model
 
-    return shapes_of_model(hf_config), str
+    return shapes_of_model(hf_config)
+
+
+def _names(hf_config: Mapping[str, Json]) -> Callable[[str], str]:
+    """Returns what gives the name of a parameter in vLLM. Imports the model's class."""
+    if (family := known_family(hf_config)) is not None:
+        return family.names.in_vllm
+    return next((features.names_in_vllm(architecture) for architecture in _model_classes(hf_config)), str)
 
 
 def _model_classes(hf_config: Mapping[str, Json]) -> Iterator[type[Any]]:
@@ -81,7 +87,7 @@ def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model or its adapters."""
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
-    shapes, _ = _linear_layers(hf_config)
+    shapes = _linear_layers(hf_config)
     targets(shapes, config.policy.peft)
     on_cpu = not gpu_count() and config.cluster.address is None
     if on_cpu and any(STACKED in name for name in shapes):
@@ -117,7 +123,7 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
     """
     from dagrl.refit.recording import record
 
-    shapes, in_vllm = _linear_layers(hf_config)
+    shapes, in_vllm = _linear_layers(hf_config), _names(hf_config)
     adapted = targets(shapes, settings)
     slots = _Slots(layers, {in_vllm(name): name for name in shapes}, shapes, settings.dim)
     checkpoint = [weight for name, shape in adapted.items() for weight in _checkpoint(name, shape, settings.dim, dtype)]

@@ -7,19 +7,15 @@ the tensors of an image, once for all requests that have it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from dagrl.data.media import name_of
-from dagrl.workers.vllm.features import processed_image
+from dagrl.data.media import MediaCache, name_of
+from dagrl.workers.vllm.features import item_bytes, processed_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from vllm import LLMEngine
-
-KEPT = 512
-"""Images whose tensors are kept."""
 
 
 def media_spans(media: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -42,7 +38,7 @@ class EngineMedia:
     def __init__(self, engine: LLMEngine, open_image: Callable[[int], Image]) -> None:
         self._processor: Any = engine.renderer.get_mm_processor()
         self._open_image = open_image
-        self._item = lru_cache(KEPT)(self._make_item)
+        self._item = MediaCache(self._make_item, item_bytes)
 
     def input(self, tokens: Sequence[int], media: Sequence[int], cache_salt: str) -> Any:
         """Returns the engine's input of `tokens`, of which those with an id in `media` stand for that image."""

@@ -52,7 +52,6 @@ from dagrl.workers.vllm.launch import (
     make_rendezvous,
     read_hf_config,
     start_engine,
-    takes_images,
 )
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, fill_slot, find_slots, lora_request
@@ -163,7 +162,7 @@ class VllmWorker:
         sampling = partial(sampling_params, self.generation, stops, int(llm.model_config.max_model_len))
         adapter = lora_request() if sends_adapters(self.config) else None
         media = None
-        if takes_images(self.config):
+        if self.config.data.images.enabled:
             media = EngineMedia(llm, MediaStore(RunPaths.of(self.config).media, self.config.data.images).open)
         self._engine = QuantumEngine(llm, sampling, peers, self._burst_steps(), recorder, adapter, media)
         if self._device.type == "cuda":

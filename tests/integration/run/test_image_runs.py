@@ -11,15 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
 
 from dagrl.config import Config
+from dagrl.errors import RunError
+from dagrl.run.evaluate import Evaluation, evaluate
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
+from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+from tests.integration.rl.screens import screen
 from tests.unit.data.processors import FAMILIES, Family, processor_of
-from tests.unit.data.test_media import CONVERSATIONS, png, truth, turns_of
+from tests.unit.data.test_media import CONVERSATIONS, image, png, text, truth, turns_of
 from tests.unit.workers.test_fsdp_media import model_of
 
 STEPS, RATE = 3, 1e-3
+Pair = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+OPTIMIZER = {
+    **{"lr": RATE, "weight_decay": 0.01, "clip_grad": 1e9},
+    **{"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
+}
 BATCH = ["several", "none", "the same twice", "one"]
 """With two workers of two rows each, or packed rows, some microbatches have images and others none."""
 
@@ -36,8 +47,17 @@ CASES = {
 }
 
 
-def plain_losses(family: Family, *, frozen: bool) -> list[float]:
-    """Trains a copy of the model on whole conversations, one at a time. Returns the loss of each step."""
+def gold(model: Any, family: Family, messages: Sequence[dict[str, Any]]) -> Tensor:
+    """Returns the sum of the log-probabilities of what the assistant says, and the number of its tokens."""
+    turns = [turns_of(family, messages)]
+    inputs = processor_of(family).apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+    mask = torch.tensor(truth(family, messages)["assistant_masks"])[1:]
+    logprobs = model(**inputs).logits[0, :-1].log_softmax(-1)
+    return torch.stack([(logprobs.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * mask).sum(), mask.sum()])
+
+
+def plain_losses(family: Family, *, frozen: bool = False, pairs: Sequence[Pair] = ()) -> list[float]:
+    """Trains a copy of the model on whole conversations, one at a time, or by DPO on pairs. Returns each step's loss."""
     from copy import deepcopy
 
     model = deepcopy(model_of(family)).train()
@@ -46,17 +66,17 @@ def plain_losses(family: Family, *, frozen: bool) -> list[float]:
     matrices = [one for one in trained if one.ndim > 1]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    processor, found = processor_of(family), []
+    initial, found = model_of(family), []
     for _ in range(STEPS):
-        losses, count = [], 0
-        for name in BATCH:
-            turns = [turns_of(family, CONVERSATIONS[name])]
-            inputs = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
-            mask = torch.tensor(truth(family, CONVERSATIONS[name])["assistant_masks"])[1:]
-            logprobs = model(**inputs).logits[0, :-1].log_softmax(-1)
-            losses.append(-(logprobs.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * mask).sum())
-            count += int(mask.sum())
-        loss = torch.stack(losses).sum() / count
+        if pairs:
+            with torch.no_grad():
+                before = [[gold(initial, family, answer)[0] for answer in pair] for pair in pairs]
+            sums = [[gold(model, family, answer)[0] for answer in pair] for pair in pairs]
+            gaps = [(c - rc) - (r - rr) for (c, r), (rc, rr) in zip(sums, before, strict=True)]
+            loss = -torch.nn.functional.logsigmoid(0.1 * torch.stack(gaps)).mean()
+        else:
+            total, count = torch.stack([gold(model, family, CONVERSATIONS[name]) for name in BATCH]).sum(0)
+            loss = -total / count
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -64,14 +84,14 @@ def plain_losses(family: Family, *, frozen: bool) -> list[float]:
     return found
 
 
-def config_of(family: Family, rows: Sequence[str], where: Path, keys: dict[str, Any]) -> Config:
-    """Writes a family's model and the conversations of `rows`. Returns the configuration of a run on them."""
+def config_of(family: Family, rows: Sequence[dict[str, Any]], where: Path, keys: dict[str, Any]) -> Config:
+    """Writes a family's model and `rows` of data. Returns the configuration of a run on them."""
     model_of(family).save_pretrained(where / "model")
     processor_of(family).save_pretrained(where / "model")
     (where / "images").mkdir()
     for number in range(4):
         (where / "images" / f"{number}.png").write_bytes(png(number))
-    (where / "rows.jsonl").write_text("\n".join(json.dumps({"messages": CONVERSATIONS[name]}) for name in rows))
+    (where / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     every = {"model_name": str(where / "model"), "backend": "fsdp", "precision": "float32", "max_total_sequence_length": 256}
     return Config.model_validate(
         {
@@ -94,17 +114,14 @@ def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Pa
         "algorithm": "sft",
         "policy": {
             "train_global_batch_size": len(BATCH),
-            "optimizer": {
-                **{"lr": RATE, "weight_decay": 0.01, "clip_grad": 1e9},
-                **{"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
-            },
+            "optimizer": OPTIMIZER,
             **policy,
         },
         "sft": {"max_num_steps": STEPS},
         "data": {"val_fraction": 0, "shuffle": False},
         "checkpointing": {"enabled": False, "export_hf": case.startswith("Gemma")},
     }
-    config = config_of(family, BATCH, tmp_path, keys)
+    config = config_of(family, [{"messages": CONVERSATIONS[name]} for name in BATCH], tmp_path, keys)
     train(config)
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     np.testing.assert_allclose(losses, plain_losses(family, frozen="frozen" in case), atol=1e-5, rtol=1e-5)
@@ -118,42 +135,185 @@ def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Pa
         assert any("projector" in name for name in changed) and not any("vision_tower" in name for name in changed)
 
 
-@pytest.mark.parametrize(
-    "family", [FAMILIES[0], pytest.param(FAMILIES[2], marks=pytest.mark.slow)], ids=lambda family: family.name
-)
-def test_engines_see_what_training_sees(
-    family: Family, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine's log-probabilities are those of training, by its own weights and by refitted ones, tower and all."""
+@pytest.mark.slow
+def test_losses_of_pairs_are_those_of_a_plain_loop(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DPO on conversations with images, of which some differ in an image as well."""
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+    family, other = FAMILIES[0], [{"role": "user", "content": [image(3), text("hello")]}]
+    pairs: list[Pair] = [
+        (
+            [*CONVERSATIONS[name][:-1], CONVERSATIONS[name][-1]],
+            [*CONVERSATIONS[name][:-1], {"role": "assistant", "content": "the"}],
+        )
+        for name in BATCH[:3]
+    ]
+    pairs.append(
+        (
+            [*other, {"role": "assistant", "content": "and"}],
+            [*CONVERSATIONS["one"][:1], {"role": "assistant", "content": "it"}],
+        )
+    )
+    keys = {
+        "algorithm": "dpo",
+        "policy": {"train_global_batch_size": len(pairs), "optimizer": OPTIMIZER, "sequence_packing": {"enabled": True}},
+        "preference": {"max_num_steps": STEPS, "beta": 0.1},
+        "data": {"val_fraction": 0, "shuffle": False},
+        "checkpointing": {"enabled": False, "export_hf": False},
+    }
+    config = config_of(family, [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs], tmp_path, keys)
+    train(config)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    np.testing.assert_allclose(losses, plain_losses(family, pairs=pairs), atol=1e-5, rtol=1e-5)
+
+
+GRPO: dict[str, Any] = {
+    "algorithm": "grpo",
+    "policy": {
+        "train_global_batch_size": 16,
+        "train_micro_batch_size": 8,
+        "logprob_batch_size": 16,
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 512},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.0},
+        "generation": {
+            "max_new_tokens": 24,
+            "stop_token_ids": [],
+            "colocated": {"enabled": False},
+            "vllm_cfg": {"max_num_seqs": 16, "enforce_eager": True, "kv_cache_memory_bytes": 32 << 20},
+        },
+    },
+    "sft": {"max_num_steps": 0},
+    "grpo": {"max_num_steps": 4, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "val_period": 0},
+    "reward": {"function": "tests.integration.rl.reward_functions:length"},
+    "data": {"shuffle": False},
+}
+PROMPTS = [{"messages": CONVERSATIONS[name]} for name in ("one", "several", "the same twice", "none")]
+
+
+@pytest.mark.slow
+def test_a_teacher_sees_the_images(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher that is the policy teaches nothing: their log-probabilities are equal."""
     pytest.importorskip("vllm")
     monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
-    keys = {
-        "algorithm": "grpo",
-        "policy": {
-            "train_global_batch_size": 16,
-            "train_micro_batch_size": 8,
-            "logprob_batch_size": 16,
-            "sequence_packing": {"enabled": True, "train_mb_tokens": 512},
-            "optimizer": {"lr": 3e-3, "weight_decay": 0.0},
-            "generation": {
-                "max_new_tokens": 24,
-                "stop_token_ids": [],
-                "colocated": {"enabled": False},
-                "vllm_cfg": {"max_num_seqs": 16, "enforce_eager": True, "kv_cache_memory_bytes": 32 << 20},
-            },
-        },
-        "sft": {"max_num_steps": 0},
-        "grpo": {"max_num_steps": 4, "num_prompts_per_step": 4, "num_generations_per_prompt": 4, "val_period": 0},
-        "reward": {"function": "tests.integration.rl.reward_functions:length"},
-        "data": {"shuffle": False},
+    keys = {**GRPO, "loss_fn": {"name": "distill", "reference_policy_kl_penalty": 0}}
+    keys |= {
+        "models": {"teacher": {"model_name": str(tmp_path / "model"), "backend": "fsdp"}},
+        "grpo": {**GRPO["grpo"], "max_num_steps": 2},
     }
-    config = config_of(family, ["one", "several", "the same twice", "none"], tmp_path, keys)
+    with pytest.raises(RunError, match="the run has learned nothing"):
+        train(config_of(FAMILIES[0], PROMPTS, tmp_path, keys))
+    gaps = [
+        row["policy/reverse_kl"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/reverse_kl" in row
+    ]
+    assert len(gaps) == 2 and np.abs(gaps).max() < 1e-6, gaps
+
+
+@pytest.mark.slow
+def test_a_resumed_run_and_an_evaluation_see_the_images(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from a checkpoint has the losses of one without a break; greedy completions are transformers'."""
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+    family = FAMILIES[0]
+    keys = {
+        "algorithm": "sft",
+        "policy": {"train_global_batch_size": 2, "optimizer": OPTIMIZER},
+        "data": {"val_fraction": 0},
+        "checkpointing": {"enabled": True, "save_period": 2, "export_hf": False},
+    }
+    config = config_of(family, [{"messages": CONVERSATIONS[name]} for name in BATCH], tmp_path, keys)
+    losses = {}
+    for name, ends in (("whole", (4,)), ("resumed", (2, 4))):
+        for end in ends:
+            more = {"name": name, "sft.max_num_steps": end, "checkpointing.resume": end != ends[0]}
+            train(config.with_keys(more))
+        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+    assert len(losses["whole"]) == 4 and losses["resumed"] == losses["whole"]
+
+    (tmp_path / "evaluation").mkdir()
+    asked = [{"messages": CONVERSATIONS[name]} for name in BATCH]
+    keys = {**GRPO, "data": {**GRPO["data"], "val_fraction": 0}}
+    wanted = Evaluation(samples=0, ks=(), train_split=True)
+    report = evaluate(config_of(family, asked, tmp_path / "evaluation", keys), wanted)
+    model, processor = model_of(family), processor_of(family)
+    assert len(report.completions) == len(BATCH)
+    for (completion,) in report.completions:
+        name = BATCH[int(completion.sample.prompt.source.rpartition("line ")[2]) - 1]
+        turns = turns_of(family, CONVERSATIONS[name][:-1])
+        inputs = processor.apply_chat_template(
+            [turns], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+        made = model.generate(**inputs, do_sample=False, max_new_tokens=24)[0, inputs["input_ids"].shape[1] :]
+        assert completion.sample.completion.tokens.tolist() == made.tolist()
+
+
+def check_screens(family: Family, run: Path) -> None:
+    """Checks that what an environment shows has the tokens of the processor, and that its images are the run's."""
+    (question, answer), seen = CONVERSATIONS["one"], 0
+    shown = [{"role": "user", "content": [{"type": "image", "image": screen(number)}, text("and")]} for number in range(2)]
+    rows = [row for path in rollout_files(run / "rollouts").values() for row in read_rollouts(path)]
+    assert rows
+    for row in (row for row in rows if "line 1" in row["source"]):
+        parts = [turn for turn in row["turns"] if turn["role"] == "environment"]
+        messages = [*turns_of(family, [question]), answer]
+        for number, part in enumerate(parts):
+            before = len(tokens_of(family, messages, opened=False)) - 1  # the newline after the end of the turn
+            messages.append(shown[number])
+            expected = tokens_of(family, messages, opened=True)[before:]
+            assert list(row["tokens"][part["start"] : part["end"]]) == expected
+            messages.append(answer)
+        names = row["media"]
+        assert len(names) == 1 + len(parts)
+        for number, name in enumerate(names[1:]):
+            with Image.open(run / "media" / name) as kept:
+                assert kept.tobytes() == screen(number).tobytes()
+        seen += len(parts)
+    assert seen > 8
+
+
+def tokens_of(family: Family, messages: Sequence[dict[str, Any]], *, opened: bool) -> list[int]:
+    """Returns the processor's tokens of a conversation."""
+    processor = processor_of(family)
+    output = processor.apply_chat_template([messages], tokenize=True, return_dict=True, add_generation_prompt=opened)
+    return list(output["input_ids"][0])
+
+
+SENT: dict[str, tuple[Family, dict[str, Any]]] = {
+    "Qwen3-VL": (FAMILIES[0], {}),
+    "Qwen3-VL with screens": (FAMILIES[0], {}),
+    "Idefics3": (FAMILIES[2], {}),
+    "Qwen3-VL, adapters": (FAMILIES[0], {"peft": {"enabled": True, "dim": 8, "refit": "adapters"}}),
+    "Qwen3-VL, merged adapters": (FAMILIES[0], {"peft": {"enabled": True, "dim": 8, "refit": "merged"}}),
+    "Idefics3, adapters": (FAMILIES[2], {"peft": {"enabled": True, "dim": 8, "refit": "adapters"}}),
+}
+
+
+@pytest.mark.parametrize(
+    "sent", [pytest.param(sent, marks=[] if sent == "Qwen3-VL" else [pytest.mark.slow]) for sent in SENT]
+)
+def test_engines_see_what_training_sees(sent: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's log-probabilities are those of training, by its own weights and by refitted ones, tower and all."""
+    family, policy = SENT[sent]
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+    keys = {**GRPO, "policy": {**GRPO["policy"], **policy}}
+    if "screens" in sent:
+        stops = [token for token in range(len(processor_of(family).tokenizer)) if token % 8 == 1]
+        generation = {**GRPO["policy"]["generation"], "stop_token_ids": stops}
+        keys["policy"] = {**keys["policy"], "generation": generation}
+        keys["environment"] = {"function": "tests.integration.rl.screens:Screens", "max_turns": 3}
+    config = config_of(family, PROMPTS, tmp_path, keys)
     train(config)
     steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gen_kl_error" in row]
     assert len(steps) == 4 and all(row["gen_kl_error"] < 1e-5 for row in steps), [row["gen_kl_error"] for row in steps]
+    if "screens" in sent:
+        check_screens(family, tmp_path / "run")
     from transformers import AutoModelForImageTextToText
 
     trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "final_model")
     before = dict(model_of(family).named_parameters())
     changed = [name for name, one in trained.named_parameters() if not torch.equal(one, before[name])]
-    assert any("vis" in name for name in changed) and any("lm_head" in name for name in changed)
+    if policy:
+        assert changed and all(".layers." in name and "vis" not in name for name in changed)
+    else:
+        assert any("vis" in name for name in changed) and any("lm_head" in name for name in changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.media import RolloutMedia
 from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.runtime.deadline import Deadline
@@ -85,12 +87,19 @@ class ScriptedGeneration:
 class Served:
     """A server, one episode, and a client with its key."""
 
-    def __init__(self) -> None:
-        self.tokenizer = merging_tokenizer()
-        self.server = EndpointServer("127.0.0.1", 0, Renderer(merging_tokenizer(), "hermes"), LIMITS, Inbox())
+    def __init__(
+        self, tokenizer: Any = None, media: RolloutMedia | None = None, says: type[ScriptedGeneration] = ScriptedGeneration
+    ) -> None:
+        self.tokenizer = tokenizer or merging_tokenizer()
+        renderer = Renderer(copy.deepcopy(self.tokenizer), "hermes", media=media)
+        self.server = EndpointServer("127.0.0.1", 0, renderer, LIMITS, Inbox())
         self.server.start()
-        self.generation = ScriptedGeneration(self.server.inbox, self.tokenizer)
+        self.generation = says(self.server.inbox, self.tokenizer)
         self.begin()
+
+    def close(self) -> None:
+        self.generation.close()
+        self.server.stop(STOP)
 
     def begin(self) -> None:
         """Begins another episode."""
@@ -120,8 +129,7 @@ def module_server() -> Iterator[Served]:
         patch.setattr("platform._Processor.get", str)  # the client's headers name the machine; it would run `uname`
         served = Served()
         yield served
-        served.generation.close()
-        served.server.stop(STOP)
+        served.close()
 
 
 @pytest.fixture
@@ -219,7 +227,10 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "a model": ({"model": "gpt-4o"}, "there is no model 'gpt-4o'; ask for 'policy'"),
     "no messages": ({"messages": []}, "messages: .*at least 1 item"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\.0\.role is missing"),
-    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, r"messages\.0\.content has image_url; only text is"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        r"messages\.0\.content has image_url; expected: texts",
+    ),
     "a function's result": ({"messages": [{"role": "function", "content": "5"}]}, r"messages\.0: function_call is not supp"),
     "a long context": (
         {"messages": [{"role": "user", "content": "1" * 500}]},
@@ -321,6 +332,7 @@ def test_a_prompt_that_the_template_renders_twice_is_warned_of(
         end=lambda agent: None,
         inbox=SimpleNamespace(take=list),
         max_conversations=1,
+        media=None,
     )
     turns = AgentTurns(runner)
     turns.start([RolloutGroup(0, 0, [Episode(prompt, 0, 4), Episode(prompt, 1, 4)])])

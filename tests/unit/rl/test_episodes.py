@@ -63,13 +63,14 @@ def test_all_columns_follow_every_change() -> None:
     changes = (
         lambda: episode.append(first),
         lambda: episode.take_back(1),
-        lambda: episode.answer([9, 9]),
+        lambda: episode.answer([9, 9], np.array([-3, 3])),
         lambda: episode.append(second),
     )
     for change, length in zip(changes, (3, 2, 4, 5), strict=True):
         change()
-        whole = [5, 6, 9, 9, 8], [-0.1, -0.2, 0.0, 0.0, -1.5], [1, 1, 1, 1, 2], [True, True, False, False, True]
-        expected = whole if length != 3 else ([5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], [True, True, True])
+        sampled = [True, True, False, False, True]
+        whole = [5, 6, 9, 9, 8], [-0.1, -0.2, 0.0, 0.0, -1.5], [1, 1, 1, 1, 2], sampled, [0, 0, -3, 3, 0]
+        expected = whole if length != 3 else ([5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], [True] * 3, [0] * 3)
         for (name, dtype), column in zip(TOKEN_FIELDS.items(), expected, strict=True):
             actual = getattr(episode, name)
             assert actual.dtype == dtype

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.data.media import MediaProcessor, open_medium
+from dagrl.data.media import MediaCache, MediaProcessor, open_medium
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
@@ -184,13 +184,72 @@ def test_a_sampled_placeholder_is_a_token_of_text(family: Family, folder: Path) 
     torch.testing.assert_close(root(sampled, positions, media=ids), root(tokens, positions, media=ids))
 
 
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+def test_images_are_processed_once_where_the_processor_treats_each_alone(family: Family, folder: Path) -> None:  # noqa: F811
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.output import base_of
+
+    (row,), opened = rows_of(family, folder, ["several"]), list[int]()
+    assert row.media is not None
+    media = {medium.id: medium for medium in row.media.items}
+
+    def open_image(number: int) -> Any:
+        opened.append(number)
+        return open_medium(media[number])
+
+    inputs = MediaInputs(base_of(model_of(family)), processor_of(family), open_image)
+    tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
+    found = [inputs.arguments(tokens, torch.arange(len(row))[None], ids) for _ in range(3)]
+    whole = processor_of(family)(images=[[open_medium(one) for one in row.media.items]], return_tensors="pt")
+    for arguments in found:
+        torch.testing.assert_close(arguments["pixel_values"], whole["pixel_values"], atol=0, rtol=0)
+    again = (
+        2 * len(media) if family.name == "Idefics3" else 0
+    )  # it puts the tiles of a row's images in a dimension of their own
+    assert len(opened) == 2 * len(media) + again
+
+
+def test_a_cache_keeps_the_latest_images_within_its_bytes() -> None:
+    made: list[int] = []
+    cache = MediaCache(lambda number: made.append(number) or "x" * number, len, most=10)
+    for number in (3, 4, 3, 5, 3, 4, 11, 3):
+        assert cache(number) == "x" * number
+    assert made == [3, 4, 5, 4, 11, 3], "4 goes for 5, then 5 for 4; what is larger than all is not kept"
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -> None:  # noqa: F811
+    """Hidden states are those of transformers' model with PEFT's own adapters, which has no others."""
+    pytest.importorskip("peft")
+    from dagrl.config import PeftConfig
+    from dagrl.workers.fsdp.lora import Adapters, add_adapters
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.output import base_of
+
+    model, settings = deepcopy(model_of(family)), PeftConfig(enabled=True, dim=2)
+    add_adapters(model, settings)
+    held = Adapters(model, settings).held
+    inside = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in name]
+    language = [name for name in inside if "vis" not in name and "connector" not in name and ".lora_" not in name]
+    assert sorted(held) == sorted(f"{name.removesuffix('.base_layer')}.weight" for name in language)
+    for adapter in held.values():
+        torch.nn.init.normal_(adapter.factors[1], generator=torch.Generator().manual_seed(1))
+    (row,) = rows_of(family, folder, ["several"])
+    assert row.media is not None
+    media = {medium.id: medium for medium in row.media.items}
+    root = HiddenStates(model)
+    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
+    found = model.get_output_embeddings()(root(tokens, torch.arange(len(row))[None], media=ids))
+    turns = [turns_of(family, CONVERSATIONS["several"])]
+    inputs = processor_of(family).apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+    torch.testing.assert_close(found, model(**inputs).logits, atol=1e-4, rtol=1e-4)
+    assert (found - model_of(family)(**inputs).logits).abs().max() > 0.01
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "agents": (
-        {"algorithm": "grpo", "policy": {"generation": {"max_new_tokens": 4}}, "environment": {"agent": "some:agent"}},
-        "environments and agents converse in text alone",
-    ),
-    "preferences": ({"algorithm": "dpo"}, "preferences are of texts alone"),
-    "adapters": ({"policy": {"peft": {"enabled": True}}}, "adapters are for text alone"),
+    "reward models": ({"algorithm": "reward_model"}, "critics and reward models read texts alone"),
     "tensor parallelism": ({"policy": {"fsdp_cfg": {"tensor_parallel_size": 2}}}, "their model is not split"),
     "Megatron": (
         {"policy": {"backend": "megatron"}},
@@ -217,7 +276,7 @@ def test_runs_that_do_not_take_images_refuse_them(name: str) -> None:
     policy = {"backend": "fsdp", **keys.get("policy", {})}
     given = {"name": "run", "algorithm": "sft", "data": {}, **keys, "policy": policy}
     config = Config.model_validate(given)
-    with pytest.raises(ConfigError, match=f"the data have images, but {expected}"):
+    with pytest.raises(ConfigError, match=f"the run has images, but {expected}"):
         check_media(config, RunPlan.of(config), {"model_type": "gemma3"})
 
 

@@ -1,0 +1,150 @@
+"""Images that environments and agents send while a run goes on: read, kept in the run's store, and named in messages.
+
+In the messages of rollouts an image is `{"type": "image", "medium": NAME}`, where NAME is its file in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from dagrl.config import Config, ImagesConfig
+from dagrl.data.media import (
+    IMAGE,
+    MediaProcessor,
+    MediaStore,
+    Medium,
+    check_count,
+    ids_in,
+    is_image,
+    parts_of,
+    read_image,
+    read_images,
+    shows_images,
+)
+from dagrl.data.replies import Images
+from dagrl.errors import DataError
+from dagrl.telemetry.record import RunPaths
+
+if TYPE_CHECKING:
+    from dagrl.data.encoder import TextEncoder
+    from dagrl.data.tokenization import Prompt
+
+MEDIUM = "medium"
+"""Key of an image's part: its name in the store."""
+
+Message = Mapping[str, Any]
+
+
+def read_messages(messages: Sequence[Message], limits: ImagesConfig, where: str) -> list[dict[str, Any]]:
+    """Reads the images of messages, each of which is then a `Medium` in its part. Raises DataError.
+
+    Paths are relative to the working directory.
+    """
+    read = []
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if shows_images(message):
+            place = f"{where}, message {number}"
+            parts, media = read_images(parts_of(message["content"], place), iter(()), Path(), limits, place)
+            found = iter(media)
+            content = [{**IMAGE, "image": next(found)} if is_image(part) else dict(part) for part in parts]
+        read.append({**message, "content": content} if "content" in message else dict(message))
+    return read
+
+
+@dataclass(frozen=True)
+class RolloutMedia:
+    """The images of a run's conversations. `folder` has the files that an agent may name; None: none."""
+
+    processor: MediaProcessor
+    store: MediaStore
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, config: Config, processor: MediaProcessor) -> RolloutMedia:
+        """Returns those of a run."""
+        folder = config.environment.endpoint.image_directory
+        store = MediaStore(RunPaths.of(config).media.absolute(), config.data.images)
+        return cls(processor, store, None if folder is None else Path(folder).resolve())
+
+    def keep(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Puts the media of `read_messages` into the store. Returns the messages with their names."""
+        return [self._kept(message) for message in messages]
+
+    def _kept(self, message: Message) -> dict[str, Any]:
+        if not shows_images(message):
+            return dict(message)
+        self.store.add(part["image"] for part in message["content"] if is_image(part))
+        parts = [{**IMAGE, MEDIUM: part["image"].name} if is_image(part) else part for part in message["content"]]
+        return {**message, "content": parts}
+
+    def requested(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns the messages of a client with their images in the store, by name.
+
+        Raises DataError for an image that is neither a data URL nor a file that it may name.
+        """
+        return [
+            self._requested(message, f"messages.{number}") if shows_images(message) else dict(message)
+            for number, message in enumerate(messages)
+        ]
+
+    def _requested(self, message: Message, where: str) -> dict[str, Any]:
+        parts = []
+        for part in parts_of(message["content"], where):
+            medium = self._medium(part.get("image"), where) if is_image(part) else None
+            parts.append(dict(part) if medium is None else {**IMAGE, MEDIUM: medium.name})
+        return {**message, "content": parts}
+
+    def _medium(self, data: object, where: str) -> Medium:
+        url = urlsplit(data) if isinstance(data, str) else None
+        if url is not None and url.scheme == "file":
+            path = Path(unquote(url.path))
+            if path.parent == self.store.directory and path.is_file():  # one of the example's
+                return self.store.medium(int(path.name, 16))
+            if self.folder is None or not path.resolve().is_relative_to(self.folder):
+                raise DataError(
+                    f"{where}: an image is the file {str(path)!r:.200}; expected: a data URL, or a file under "
+                    "environment.endpoint.image_directory"
+                )
+        elif url is None or url.scheme != "data":
+            raise DataError(
+                f"{where}: an image is {data!r:.80}; expected: a data URL, data:image/png;base64,..., or a file:// URL "
+                "under environment.endpoint.image_directory. Nothing is fetched"
+            )
+        medium = read_image(data, Path(), self.store.limits, where, self.store.sizes)
+        self.store.add([medium])
+        return medium
+
+    def media_of(self, messages: Sequence[Message], before: int = 0) -> list[Medium]:
+        """Returns the media of messages. Raises DataError if with those `before` they exceed `data.images.max_count`."""
+        parts = [part for message in messages if shows_images(message) for part in message["content"]]
+        names = [part[MEDIUM] for part in parts if is_image(part)]
+        check_count(before + len(names), self.store.limits, "the conversation")
+        return [self.store.medium(int(name, 16)) for name in names]
+
+    def images(self, messages: Sequence[Message], before: int = 0) -> Images:
+        """Returns the processor and the `media_of` messages."""
+        return self.processor, self.media_of(messages, before)
+
+    def ids(self, text: str, media: Sequence[int], encoder: TextEncoder) -> list[int]:
+        """Returns the tokens of a conversation with these images."""
+        return self.processor.row(text, [self.store.medium(number) for number in media], encoder, "the conversation")[1]
+
+    def shown(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Returns the messages of a prompt with the URLs of its images, which are files of the store."""
+        ids = iter(ids_in(prompt.media.tokens) if prompt.media is not None else ())
+        return [self._shown(message, ids) for message in prompt.messages]
+
+    def _shown(self, message: Message, ids: Any) -> dict[str, Any]:
+        if not shows_images(message):
+            return dict(message)
+        urls = [self.store.path(next(ids)).as_uri() if is_image(part) else "" for part in message["content"]]
+        parts = [
+            {"type": "image_url", "image_url": {"url": url}} if url else dict(part)
+            for part, url in zip(message["content"], urls, strict=True)
+        ]
+        return {**message, "content": parts}
