@@ -95,10 +95,11 @@ class UpdateCount:
     reason: str = ""
     stage: str = ""
 
-    def begin(self, stage: str) -> None:
-        """Ends the stage before as `check_end` does, and begins another."""
+    def begin(self, stage: str, steps: int) -> None:
+        """Ends the stage before as `check_end` does, and begins another. `steps` of the run were taken before, also by an
+        earlier process, of which some have changed weights."""
         self.check_end()
-        self.stage, self.changed_in_stage, self.unchanged = stage, 0, 0
+        self.stage, self.changed, self.changed_in_stage, self.unchanged = stage, steps, 0, 0
 
     def count(self, metrics: Mapping[str, float], limit: int) -> None:
         """Counts a finished step. Raises RunError if the last `limit` steps changed no weights."""

@@ -87,7 +87,7 @@ class Session:
 
     def begin(self, stage: Stage) -> None:
         """Shows the stage, and how many of its steps are finished. Raises RunError if the one before changed no weights."""
-        self.updates.begin(stage.name)
+        self.updates.begin(stage.name, self.step)
         position = min(self.step, stage.last) - stage.after
         self.recorder.progress.step(position, stage.last - stage.after, {}, stage=stage.name)
 

@@ -61,7 +61,7 @@ def test_steps_that_change_no_weights_end_the_run(bad: dict[str, float], says: s
     counted.check_end()
     with pytest.raises(RunError, match=rf"the last 3 steps \(policy.optimizer.max_skipped_steps\) changed no.*{says}"):
         counted.count(bad, 3)
-    counted.begin("grpo")
+    counted.begin("grpo", 6)
     counted.count(bad, 3)
     with nullcontext() if bad == {"grad_norm": 0.0} else pytest.raises(RunError, match=f"none of its 1 grpo steps.*{says}"):
         counted.check_end()  # rewards may be equal for a while
