@@ -79,8 +79,8 @@ test-pretrained: $(TOOLS)
 	test -f $(MODEL)/model.safetensors || $(VENV)/bin/python -m recipes.gemma3_270m.make -o $(MODEL)
 	DAGRL_GEMMA3=$(abspath $(MODEL)) $(VENV)/bin/python -m pytest tests/pretrained
 
-# Tests, golden runs and a short run in environments of other versions, whose table is in docs/versions.md. Every row takes 45
-# minutes; some of them: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
+# Tests, golden runs and a short run in environments of other versions, whose table is in docs/versions.md. They take an
+# hour; some of them: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 test-versions: $(TOOLS)
 	$(VENV)/bin/python tests/versions.py $(VERSIONS)
 
