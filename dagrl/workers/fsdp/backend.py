@@ -89,6 +89,7 @@ class FsdpBackend:
         import torch
 
         from dagrl.workers.fsdp.lora import Adapters
+        from dagrl.workers.fsdp.media import make_media_inputs
         from dagrl.workers.fsdp.model import Meshes, check_context, check_separation, init_scalar_head, load_model
         from dagrl.workers.fsdp.trainer import ShardedModel
 
@@ -104,6 +105,8 @@ class FsdpBackend:
         if spec.trains and self._policy.peft.enabled:
             self._adapters = Adapters(root.net, self._policy.peft)
             self._adapters.fill(spec.config.seed)
+        if spec.config.data.images.enabled:
+            root.media = make_media_inputs(root.net, spec.config)
         packed = self._policy.sequence_packing.enabled
         if packed:
             check_separation(root, spec.device)

@@ -66,7 +66,8 @@ class MediaInputs:
         """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""
         types = (media != 0).int()
         arguments: dict[str, Any] = {name: types for name in TYPES if name in self._known}
-        arguments["position_ids"] = positions
+        # Sequences of a row are told apart by positions of text, next to which models with others want their own.
+        arguments["position_ids"] = positions[None].expand(4, *positions.shape) if self._ropes else positions
         firsts = (-media[media < 0]).tolist()
         if not firsts:
             return arguments

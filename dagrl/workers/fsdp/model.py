@@ -264,8 +264,9 @@ def check_separation(root: HiddenStates, device: torch.device) -> None:
     others = torch.where(torch.arange(first + second, device=device) < first, tokens.flip(1), tokens)
     starts = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
     segments = Segments((first, second), (first, second), starts, starts, None)
+    media = None if root.media is None else torch.zeros_like(tokens)
     with nullcontext() if root.context is None else root.context.disabled():
-        one, other = (root(row, positions, segments)[0, first:].float() for row in (tokens, others))
+        one, other = (root(row, positions, segments, media=media)[0, first:].float() for row in (tokens, others))
     reshard(root)
     if (one - other).norm() > 0.02 * one.norm():  # experts see another batch, and round differently
         attention = root.net.config._attn_implementation

@@ -25,7 +25,6 @@ from dagrl.imports import load_class
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.fsdp.lora import is_adapter
-from dagrl.workers.fsdp.media import make_media_inputs
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local, reshard
 from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
@@ -94,8 +93,6 @@ class ShardedModel:
         Padding follows the tokens of a row, so the causal mask alone keeps it out of sight. Sequences of a packed row are
         told apart by positions that start at 0.
         """
-        if item.media is not None and self.root.media is None:
-            self.root.media = make_media_inputs(self.net, self._config)
         hidden: Tensor = self.root(item.tokens, item.positions, item.segments, item.row_positions, item.media)
         if self._scalar is None:
             return hidden
