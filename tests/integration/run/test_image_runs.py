@@ -279,7 +279,6 @@ def tokens_of(family: Family, messages: Sequence[dict[str, Any]], *, opened: boo
 
 
 SENT: dict[str, tuple[Family, dict[str, Any]]] = {
-    "Qwen3-VL": (FAMILIES[0], {}),
     "Qwen3-VL with screens": (FAMILIES[0], {}),
     "Idefics3": (FAMILIES[2], {}),
     "Qwen3-VL, adapters": (FAMILIES[0], {"peft": {"enabled": True, "dim": 8, "refit": "adapters"}}),
@@ -289,7 +288,7 @@ SENT: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "sent", [pytest.param(sent, marks=[] if sent == "Qwen3-VL" else [pytest.mark.slow]) for sent in SENT]
+    "sent", [pytest.param(sent, marks=[] if "screens" in sent else [pytest.mark.slow]) for sent in SENT]
 )
 def test_engines_see_what_training_sees(sent: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's log-probabilities are those of training, by its own weights and by refitted ones, tower and all."""
