@@ -128,7 +128,7 @@ def test_trainer_engine_and_transformers_agree(chain: Chain) -> None:
     assert len(rows) == 4
     for row in rows:
         expected = logprobs(model, row["prompt_tokens"], row["tokens"])
-        np.testing.assert_allclose(row["logprobs"], expected, atol=1e-4)
+        np.testing.assert_allclose(row["logprobs"], expected, atol=2e-4)  # vLLM sums in float32
         if row["train_logprobs"] is not None:
             np.testing.assert_allclose(row["train_logprobs"], expected, atol=1e-4)
 
