@@ -125,7 +125,8 @@ class MediaInputs:
         return self._processed([self._open_image(medium)])
 
     def _processed(self, images: list[Image]) -> dict[str, Tensor]:
-        output = self._processor(images=[images], return_tensors="pt")
+        text = str(self._processor.image_token) * len(images)  # InternVL's takes no images without
+        output = self._processor(text=[text], images=[images], return_tensors="pt")
         return {name: value for name, value in output.items() if name in self._known and name not in TYPES}
 
     def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, arguments: dict[str, Any]) -> Tensor:
