@@ -14,7 +14,7 @@ from dagrl.cli.main import main
 from dagrl.config.file import load_run_config
 from dagrl.errors import ConfigError
 from dagrl.rl.generation import FinishedRequest, pack_generated
-from dagrl.run.certify import BOUNDS, END, START, TAPE, Certificate, PhaseReport, compare, measured
+from dagrl.run.certify import BOUNDS, BOUNDS_FILE, END, START, TAPE, Certificate, PhaseReport, compare, measured
 from dagrl.run.tape import Entry, read_tape, values_of, write_tape
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
@@ -183,6 +183,7 @@ def test_golden_runs_of_this_release_can_be_read() -> None:
     }
     several: dict[str, bool] = {}
     for run in runs:
+        assert (run / BOUNDS_FILE).exists(), "dagrl certify --measure writes it"
         config = load_run_config(run)
         _, entries = read_tape(run / TAPE)
         phases = {entry.phase for entry in entries}
