@@ -231,10 +231,10 @@ class Chat:
         ends = self.end.tokens or (int(self.tokenizer.eos_token_id),)
         return [ends[-1 if called and not self.end.text else 0]]
 
-    def turn_text(self, turn: Sequence[int]) -> str:
-        """Returns the text of a sampled turn, without special tokens and without its end, which may be none of them."""
-        ended = bool(turn) and turn[-1] in self.ends
-        return self.without_end(str(self.tokenizer.decode(list(turn[:-1] if ended else turn), skip_special_tokens=True)))
+    def turn_text(self, turn: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text of a sampled turn without its end, and without special tokens unless `special`."""
+        turn = turn[:-1] if turn and turn[-1] in self.ends else turn
+        return self.without_end(str(self.tokenizer.decode(list(turn), skip_special_tokens=not special)))
 
     def without_end(self, text: str) -> str:
         """Returns the text of a sampled turn without the template's end, if that is a text and no token."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,13 +58,16 @@ class MessageFormat:
         """`renders` render a conversation, and raise what the template raises. The first that takes it counts."""
         self._renders = renders
         self._written_calls: dict[tuple[int, bool], bool] = {}
+        self._written_systems: dict[str, bool] = {}
 
     def turns(self, messages: Messages) -> list[dict[str, Any]]:
         """Converts messages. Raises ValueError for those that the template would leave out."""
         turns = [self._turn(message) for message in messages]
-        for turn in turns:
-            if lost := self._lost(turn):
-                raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
+        lost = next((lost for turn in turns if (lost := self._lost(turn))), "")
+        if not lost and not self._writes_systems(turns):
+            lost = "a system message besides another one, or after other turns"
+        if lost:
+            raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
         return turns
 
     def shown(self, messages: Messages) -> str:
@@ -83,6 +87,8 @@ class MessageFormat:
 
     def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
         turn = {name: value for name, value in message.items() if value is not None and name != "refusal"}
+        if turn.get("tool_calls") == []:  # some templates write that
+            del turn["tool_calls"]
         turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         turn |= {} if (content := content_of(message)) is None else {"content": content}
         if calls := turn.get("tool_calls"):
@@ -120,6 +126,22 @@ class MessageFormat:
         }
         texts = {role: [*map(self.shown, tried)] for role, tried in prompts.items()}
         return frozenset(role for role in texts if any(texts[role]) and not any(content in text for text in texts[role]))
+
+    def _writes_systems(self, turns: Messages) -> bool:
+        """Returns whether the template writes all system messages where these turns have them. It may reject them."""
+        places = "".join("s" if turn["role"] == "system" else "-" for turn in turns)
+        places = re.sub("-+", "-", places)
+        if places.strip("-") in ("", "s") and not places.startswith("-s"):
+            return True  # none, or the first message alone (`_left_out`)
+        if places not in self._written_systems:
+            texts = {place: f"{QUESTION} {ANSWER} {place}" for place, kind in enumerate(places) if kind == "s"}
+            tried = [
+                [{"role": "system", "content": texts[place]}] if place in texts else exchange([])
+                for place in range(len(places))
+            ]
+            text = self.shown([turn for part in tried for turn in part][: None if places.endswith("s") else -1])
+            self._written_systems[places] = not text or all(one in text for one in texts.values())
+        return self._written_systems[places]
 
     def _writes_calls(self, count: int, *, said: bool) -> bool:
         """Returns whether the template writes all of a turn's calls, with a text or without. It may reject such turns."""

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +40,7 @@ class Calls:
 
 
 CallParser = Callable[[str], Calls]
-"""Splits a turn into its text and its calls."""
+"""Splits the text of a turn, with special tokens, into that without them and the calls."""
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
@@ -132,9 +133,17 @@ def vllm_parser(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> 
     request = ChatCompletionRequest(messages=[], tools=json.loads(schemas), tool_choice="auto")
     parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
 
+    special = "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
+
+    def plain(text: str) -> str:
+        return re.sub(special, "", text) if special else text
+
     def parse(text: str) -> Calls:
-        parsed = parser.extract_tool_calls(text, request)
-        calls = [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
-        return Calls((parsed.content or "") if calls else text, calls)
+        for tried in dict.fromkeys((plain(text), text)):  # some families mark calls by special tokens
+            parsed = parser.extract_tool_calls(tried, request)
+            if parsed.tool_calls:
+                calls = [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
+                return Calls(plain(parsed.content or ""), calls)
+        return Calls(plain(text), [])
 
     return parse

@@ -29,6 +29,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATE_DIR = "additional_chat_templates"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """What is downloaded of a model besides weights."""
 
@@ -233,6 +234,9 @@ def save_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, dir
             file.unlink()  # of the model that training began with
         for file in {file for pattern in patterns for file in source.glob(pattern)}:
             shutil.copy2(file, directory)
+        shutil.rmtree(directory / CHAT_TEMPLATE_DIR, ignore_errors=True)
+        if (source / CHAT_TEMPLATE_DIR).is_dir():
+            shutil.copytree(source / CHAT_TEMPLATE_DIR, directory / CHAT_TEMPLATE_DIR)
     if policy.tokenizer.chat_template is not None:
         (directory / TEMPLATE).write_text(policy.tokenizer.chat_template, encoding="utf-8")
     if tokenizer.chat_template is not None:

@@ -104,16 +104,17 @@ class Renderer:
         before = [] if self.media is None else self.media.processor.before(row.rendered, self._chat.encoder)
         return [*before, *self._chat.encoder.ids(row.rendered)] == tokens[: len(tokens) - row.answer]
 
-    def text(self, tokens: Iterable[int]) -> str:
-        """Returns the text of a sampled turn, without special tokens and its end."""
-        return self._chat.turn_text(list(tokens))
+    def text(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """Returns the text of a sampled turn without its end, and without special tokens unless `special`."""
+        return self._chat.turn_text(list(tokens), special=special)
 
     def token_text(self, token: int) -> str:
         """Returns the text of one token."""
         return str(self._tokenizer.decode([token]))
 
     def parse_calls(self, body: ChatBody, text: str) -> Calls:
-        """Splits a turn into its text and its tool calls. The first one with some tools imports vLLM, for seconds."""
+        """Splits a turn, with special tokens, into its text and its tool calls. The first one with some tools imports vLLM,
+        for seconds."""
         key = json.dumps(body.offered_tools)
         if key not in self._parsers:
             self._parsers[key] = vllm_parser(key, self._parser, self._tokenizer)

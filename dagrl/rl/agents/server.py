@@ -207,11 +207,13 @@ class _Reply:
 
     async def _recorded(self, result: FinishedRequest) -> tuple[str, Calls]:
         """Records the answer. Returns its text and its tool calls."""
-        text = _before_stop(self.server.renderer.text(result.tokens), (*self.server.limits.stop, *self.turn.options.stop))
+        stops = *self.server.limits.stop, *self.turn.options.stop
+        text = _before_stop(self.server.renderer.text(result.tokens), stops)
         calls: Calls = ()
         if self.format.body.offered_tools:
-            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, text)
-            text, calls = parsed.text, parsed.calls
+            whole = _before_stop(self.server.renderer.text(result.tokens, special=True), stops)
+            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, whole)
+            text, calls = parsed.text if parsed.calls else text, parsed.calls
         functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
         key = message_key({"role": "assistant", "content": text, "tool_calls": functions})
         self.episode.record(self.turn, result, key)

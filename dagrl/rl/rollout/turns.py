@@ -96,6 +96,7 @@ class EnvironmentTurns:
     ) -> None:
         self._chat, self._environment, self._media = chat_of(tokenizer), environment, media
         self._stops = frozenset(generation_config(config).stop_token_ids)
+        self._parses_calls = bool(config.environment.tools)  # whose marks may be special tokens
         self._room = bucket_widths(config.policy)[-1]
         self._calls: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
 
@@ -228,9 +229,9 @@ class EnvironmentTurns:
             ids = partial(self._media.ids, media=episode.media_ids, encoder=self._chat.encoder)
         return self._chat.renders(_conversation(episode, texts), prompt.tools, tokens, ids, **prompt.variables)
 
-    def _texts(self, episode: Episode) -> list[str]:
+    def _texts(self, episode: Episode, *, special: bool = False) -> list[str]:
         turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
-        return [self._chat.turn_text(turn) for turn in turns]
+        return [self._chat.turn_text(turn, special=special) for turn in turns]
 
     def _end(self, group: RolloutGroup, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason
@@ -243,7 +244,8 @@ class EnvironmentTurns:
             self._environment.close(_key(group, episode))
 
     def _question(self, group: RolloutGroup, episode: Episode) -> Question:
-        return Question(_key(group, episode), episode.prompt, episode.seed, self._texts(episode), group.episodes[0].seed)
+        texts = self._texts(episode, special=self._parses_calls)
+        return Question(_key(group, episode), episode.prompt, episode.seed, texts, group.episodes[0].seed)
 
 
 def _conversation(episode: Episode, texts: Sequence[str]) -> list[dict[str, Any]]:

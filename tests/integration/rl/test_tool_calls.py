@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from dagrl.config import EnvironmentConfig
+from dagrl.data.chat import chat_of
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment, reply_text
+from dagrl.rl.tools import Calls, load_tools, tool_schemas, vllm_parser
 from dagrl.run.model import character_tokenizer
 from tests.integration.rl.test_agent_packages import served
 from tests.unit.rl.test_agent_endpoint import ASKED, END, Served, learned_texts
@@ -56,6 +58,16 @@ def test_calls_are_answered_in_the_chat_template() -> None:
         actual = environment.submit(0, questions).result()
     assert [reply_text(tokenizer, reply.content) for reply in actual[:-1]] == list(turns.values())
     assert actual[-1] == Reply(None), "a turn without a call ends the sequence"
+
+
+def test_calls_that_special_tokens_mark_are_found() -> None:
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    said = "I ask." + called({"name": "add", "arguments": {"a": 2, "b": 3}})
+    turn = chat_of(tokenizer).turn_text(tokenizer.encode(said), special=True)
+    parse = vllm_parser(json.dumps(tool_schemas(load_tools([f"{__name__}:add"]))), "hermes", tokenizer)
+    assert turn == said and parse(turn) == Calls("I ask.", [("add", '{"a": 2, "b": 3}')])
+    assert parse("5<tool_call>") == Calls("5", [])
 
 
 def test_a_tool_call_and_its_result(served: Served) -> None:

@@ -697,6 +697,35 @@ def test_calls_that_a_template_leaves_out_are_an_error(name: str, content: str |
         encode_demonstrations([example_of(messages)], tokenizer_of(kind))
 
 
+ONE_SYSTEM = (
+    "{%% set systems = messages | selectattr('role', 'equalto', 'system') | list %%}{{ (systems | %s).content if systems }}"
+    "{%% for m in messages if m.role != 'system' %%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+
+
+@pytest.mark.parametrize("written", ["first", "last"])
+def test_system_messages_that_a_template_leaves_out_are_an_error(written: str) -> None:
+    """gpt-oss writes the first one alone, R1 the last."""
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    tokenizer.chat_template = ONE_SYSTEM % written
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "5"}]
+    one, other = ({"role": "system", "content": text} for text in ("be kind", "be brief"))
+    for messages in ([one, other, *turns], [one, *turns, other, *turns]):
+        with pytest.raises(DataError, match="it leaves out a system message besides another one"):
+            encode_demonstrations([example_of(messages)], tokenizer)
+    (row,) = encode_demonstrations([example_of([one, *turns])], tokenizer)
+    assert "be kind" in tokenizer.decode(row.tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_no_calls_are_none(kind: Kind) -> None:
+    asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "5"}
+    tokenizer = tokenizer_of(kind)
+    rows = [encode_demonstrations([example_of([asked, answer | more])], tokenizer) for more in ({}, {"tool_calls": []})]
+    assert rows[0][0].tokens.tolist() == rows[1][0].tokens.tolist()
+
+
 def test_a_tokenizer_may_have_a_template_for_tools() -> None:
     """As Command R's and Hermes'. The other one knows no calls."""
     tokenizer = copy.copy(tokenizer_of(KINDS[0]))
