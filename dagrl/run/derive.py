@@ -157,6 +157,13 @@ def derive_date(derived: Derived, started: date | None) -> None:
     derived.set("policy.tokenizer.date", started or date.today(), f"the chat template writes a date, and the run {which}")
 
 
+def derive_images(derived: Derived, shows: str) -> None:
+    """Says that the data have images: `shows` is a row that does. Raises ConfigError if the configuration denies it."""
+    derived.set("data.images.enabled", True, "the data have images")
+    if not derived.config.data.images.enabled:
+        raise ConfigError(f"data.images.enabled is false, but {shows} has images; leave it out, or remove the images")
+
+
 def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]], *, shown: bool) -> None:
     """Adds the tokens that end a completion: `ends` by where they come from, and if the chat template is `shown`, what ends
     the turns that it renders.

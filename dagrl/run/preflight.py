@@ -59,6 +59,7 @@ from dagrl.run.derive import (
     derive_date,
     derive_from_data,
     derive_from_machine,
+    derive_images,
     derive_steps,
     derive_stops,
     epoch_steps,
@@ -448,9 +449,7 @@ def _encoded(
         check_template(config.policy, tokenizer)
     processor = None
     if shows := next((example.source for example in chain(learned, train, held) if example.media), None):
-        derived.set("data.images.enabled", True, "the data have images")
-        if not derived.config.data.images.enabled:
-            raise ConfigError(f"data.images.enabled is false, but {shows} has images; leave it out, or remove the images")
+        derive_images(derived, shows)
     if derived.config.data.images.enabled:
         check_media(config, plan, hf_config)
         processor = MediaProcessor(load_processor(Path(config.policy.tokenizer.name or config.policy.model_name or "")))

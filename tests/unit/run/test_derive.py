@@ -27,6 +27,7 @@ from dagrl.run.derive import (
     derive_date,
     derive_from_data,
     derive_from_machine,
+    derive_images,
     derive_steps,
     derive_stops,
 )
@@ -307,6 +308,7 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
     machine(1)
     found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)
     derive_date(dated := Derived(minimal()), None)
+    derive_images(dated, "row 1")
     found |= set(dated.reasons)
     assert {key for key in found if not key.startswith("models.")} == marked, "a key of a mapping is of no section"
 
