@@ -117,7 +117,7 @@ def test(argument: str) -> Row:
         reason = environment.make(argument)
         if reason:
             sys.stderr.write(f"{argument}: {reason}\n")
-            return Row(argument, {}, False, f"cannot be made: {first_cause(reason)}", time.monotonic() - started)
+            return Row(argument, {}, False, f"not installed: {first_cause(reason)}", time.monotonic() - started)
         versions = json.loads(environment.run("-c", FOUND)[1].splitlines()[-1])
         started = time.monotonic()
         results = {name: tests(environment, files) for name, files in parts(versions).items()}

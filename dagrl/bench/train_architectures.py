@@ -160,14 +160,10 @@ def _row(name: str, layout: str, model: Path, truth: Sequence[tuple[float, float
                 reason = "padded rows alone: transformers' masks of this class do not tell packed sequences apart"
                 break
             return TrainRow(name, layout, False, str(error))
-        wrong = [
-            f"step {number} has loss {loss:.6f} and norm {norm:.5f}, expected {true_loss:.6f} and {true_norm:.5f}"
-            for number, ((loss, norm), (true_loss, true_norm)) in enumerate(zip(steps, truth, strict=True), 1)
-            if not (abs(loss - true_loss) < 1e-5 * max(1.0, abs(true_loss)) and abs(norm / true_norm - 1) < 1e-4)
-        ]
+        difference, wrong = compare(steps, truth)
         if wrong:
-            return TrainRow(name, layout, False, f"{'packed' if packing else 'padded'}: {wrong[0]}")
-        differences.append(max(abs(loss - true_loss) for (loss, _), (true_loss, _) in zip(steps, truth, strict=True)))
+            return TrainRow(name, layout, False, f"{'packed' if packing else 'padded'}: {wrong}")
+        differences.append(difference)
         if isinstance(kl, str):
             return TrainRow(name, layout, False, f"trains; does not generate: {kl}", max(differences))
         divergences += kl
@@ -175,6 +171,17 @@ def _row(name: str, layout: str, model: Path, truth: Sequence[tuple[float, float
     if max(after) > LARGEST_KL:
         reason = f"gen_kl_error is {max(after):.1e} after refits, {before:.1e} with the weights that vLLM has loaded itself"
     return TrainRow(name, layout, max(after) <= LARGEST_KL, reason, max(differences), max(after))
+
+
+def compare(steps: Sequence[tuple[float, float]], truth: Sequence[tuple[float, float]]) -> tuple[float, str]:
+    """Returns the largest difference of a loss, and the first step that is not right; empty if all are."""
+    wrong = [
+        f"step {number} has loss {loss:.6f} and norm {norm:.5f}, expected {true_loss:.6f} and {true_norm:.5f}"
+        for number, ((loss, norm), (true_loss, true_norm)) in enumerate(zip(steps, truth, strict=True), 1)
+        if not (abs(loss - true_loss) < 1e-5 * max(1.0, abs(true_loss)) and abs(norm / true_norm - 1) < 1e-4)
+    ]
+    difference = max(abs(loss - true_loss) for (loss, _), (true_loss, _) in zip(steps, truth, strict=True))
+    return difference, next(iter(wrong), "")
 
 
 def make_config(model: Path, layout: Mapping[str, int], packing: Mapping[str, Any]) -> Config:

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.image_models import MODELS, make_image_model
-from dagrl.bench.train_architectures import LAYOUTS, MemberError, TrainRow, adam_steps, make_config, members, together
+from dagrl.bench.train_architectures import (
+    LAYOUTS,
+    MemberError,
+    TrainRow,
+    adam_steps,
+    compare,
+    make_config,
+    members,
+    together,
+)
 from dagrl.config import Config
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.media import MEDIA, MediaProcessor, MediaStore, Medium, id_of
@@ -94,14 +103,10 @@ def _row(name: str, root: Path) -> TrainRow:
                 reason = "padded rows alone: transformers' masks of this class do not tell packed sequences apart"
                 break
             return TrainRow(name, LAYOUT, False, f"{'packed' if packing else 'padded'}: {error}")
-        wrong = [
-            f"step {number} has loss {loss:.6f} and norm {norm:.5f}, expected {true_loss:.6f} and {true_norm:.5f}"
-            for number, ((loss, norm), (true_loss, true_norm)) in enumerate(zip(steps, truth, strict=True), 1)
-            if not (abs(loss - true_loss) < 1e-5 * max(1.0, abs(true_loss)) and abs(norm / true_norm - 1) < 1e-4)
-        ]
+        difference, wrong = compare(steps, truth)
         if wrong:
-            return TrainRow(name, LAYOUT, False, f"{'packed' if packing else 'padded'}: {wrong[0]}")
-        differences.append(max(abs(loss - true_loss) for (loss, _), (true_loss, _) in zip(steps, truth, strict=True)))
+            return TrainRow(name, LAYOUT, False, f"{'packed' if packing else 'padded'}: {wrong}")
+        differences.append(difference)
     return TrainRow(name, LAYOUT, True, reason, max(differences))
 
 

@@ -186,7 +186,7 @@ class Chat:
         return tuple(self.encoder.decode([token]) for token in self.end.tokens if token in self.encoder.added)
 
     def last_end(self, text: str) -> int:
-        """Returns where the last turn of a text ends. White space after a token that ends generation is no part of it."""
+        """Returns where the last turn of a text ends. White space after the token that ends generation does not count."""
         text = text.removesuffix(self.end.after)
         return len(text.rstrip() if text.rstrip().endswith(self.token_texts) else text)
 

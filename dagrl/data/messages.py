@@ -129,10 +129,9 @@ class MessageFormat:
 
     def _writes_systems(self, turns: Messages) -> bool:
         """Returns whether the template writes all system messages where these turns have them. It may reject them."""
-        places = "".join("s" if turn["role"] == "system" else "-" for turn in turns)
-        places = re.sub("-+", "-", places)
-        if places.strip("-") in ("", "s") and not places.startswith("-s"):
-            return True  # none, or the first message alone (`_left_out`)
+        places = re.sub("-+", "-", "".join("s" if turn["role"] == "system" else "-" for turn in turns))
+        if "s" not in places[1:]:
+            return True  # of the first message, `_left_out` knows
         if places not in self._written_systems:
             texts = {place: f"{QUESTION} {ANSWER} {place}" for place, kind in enumerate(places) if kind == "s"}
             tried = [

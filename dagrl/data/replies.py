@@ -27,20 +27,6 @@ if TYPE_CHECKING:
 Images = tuple["MediaProcessor", Sequence["Medium"]]
 
 
-def reply_tokens(
-    chat: Chat,
-    turn: Sequence[int],
-    stops: frozenset[int],
-    messages: Messages,
-    tools: Sequence[Json],
-    most: int,
-    before: Messages = (),
-    **variables: Any,
-) -> list[int]:
-    """Returns the tokens of `reply_row`, for models that take no images."""
-    return reply_row(chat, turn, stops, messages, tools, most, before, None, **variables)[0]
-
-
 def reply_row(
     chat: Chat,
     turn: Sequence[int],
@@ -48,8 +34,8 @@ def reply_row(
     messages: Messages,
     tools: Sequence[Json],
     most: int,
-    before: Messages,
-    images: Images | None,
+    before: Messages = (),
+    images: Images | None = None,
     /,
     **variables: Any,
 ) -> tuple[list[int], npt.NDArray[np.int64]]:

@@ -25,7 +25,7 @@ from dagrl.data import Example
 from dagrl.data.chat import chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
-from dagrl.data.replies import reply_text, reply_tokens, text_tokens
+from dagrl.data.replies import reply_row, reply_text, text_tokens
 from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_preferences, encode_prompts, with_opening
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
@@ -34,6 +34,12 @@ from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
 from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
 from tests.unit.data.published import CHATML, COMMAND, GIGACHAT3, KINDS, MISTRAL1, TWO_WAYS, WHOLE, Kind, tokenizer_of
+
+
+def reply_tokens(*arguments: Any, **variables: Any) -> list[int]:
+    """Returns the tokens of a reply, for models that take no images."""
+    return reply_row(*arguments, **variables)[0]
+
 
 TEXTS = {
     "one": ["hello", "and it"],
