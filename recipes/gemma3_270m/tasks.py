@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dagrl.data import Example, Splits
-from recipes.from_scratch.gsm8k import Row, final_answer as final_answer, unfinished, with_calls, write_rows
+from recipes.calculator import calculate
+from recipes.from_scratch.gsm8k import CALCULATION, Row, final_answer as final_answer, unfinished, with_calls, write_rows
 
 PROMPT = "Question: {}\nAnswer:"
 WOMEN = "Ana Beth Clara Dina Emma Grace Hana Iris Julia Mary Nora Rosa Sofia Wendy".split()
@@ -35,6 +36,7 @@ THINGS = (
     "seashells shirts stamps stickers stones tickets toys"
 ).split()
 LARGEST = 999
+CLOSE = 0.01  # solutions round to cents
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,24 @@ def stories(steps: int = 2, count: int = 4000, held_out: int = 256, seed: int = 
             rows[row["prompt"]] = Example(row["prompt"], row["response"], source=f"story {len(rows)} of {steps} steps")
     examples = tuple(rows.values())
     return Splits(examples[held_out:], examples[held_out:], examples[:held_out])
+
+
+def answer_and_calculations(prompts: list[str], completions: list[str], references: list[str]) -> list[dict[str, float]]:
+    """A reward: `final_answer`, and the share of the calculations, `<<4*6=24>>`, whose result is right (`calculations`)."""
+    answers = final_answer(prompts, completions, references)
+    return [{**answer, "calculations": _right(text)} for answer, text in zip(answers, completions, strict=True)]
+
+
+def _right(completion: str) -> float:
+    results = [(calculate(formula), result.strip()) for formula, result in CALCULATION.findall(completion)]
+    return sum(_same(*pair) for pair in results) / len(results) if results else 0.0
+
+
+def _same(value: str, written: str) -> bool:
+    try:
+        return abs(float(value) - float(written)) < CLOSE
+    except ValueError:
+        return False
 
 
 def prepare(data: Path, output: Path) -> None:

@@ -16,7 +16,7 @@ from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.preflight import Inputs, preflight
 from recipes.from_scratch.gsm8k import write_rows
-from recipes.gemma3_270m.pairs import pairs
+from recipes.gemma3_270m.sampled import pairs, reach
 from recipes.gemma3_270m.tasks import prepare
 from tests.hollow_models import write_hollow_checkpoint, write_hollow_model
 
@@ -76,7 +76,9 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (directory / f"{name}.jsonl").write_text((json.dumps(problem) + "\n") * 64)
     prepare(directory, directory / "data")
     completions = [{"text": f" {answer}", "reward": float(answer == "36")} for answer in ("35", "36")]
-    write_rows(directory / "data" / "pairs.jsonl", pairs([{"prompt": "48/2=", "completions": completions}] * 64))
+    sampled = [{"prompt": "48/2=", "reference": "#### 36", "completions": completions}] * 64
+    write_rows(directory / "data" / "pairs.jsonl", pairs(sampled))
+    write_rows(directory / "data" / "reach.jsonl", reach(sampled))
     return directory
 
 
