@@ -1,4 +1,4 @@
-"""Training data from sampled completions: preferences, for DPO and reward models, and questions within the model's reach, for GRPO.
+"""Training data from sampled completions: preferences for DPO and reward models, and questions within reach for GRPO.
 
     dagrl evaluate recipes/gemma3_270m/stories.yaml --train --limit 4000 --no-greedy --json sampled.json \\
         --checkpoint runs/gemma3_270m_sft/final_model
@@ -23,9 +23,10 @@ RIGHT = 1
 
 
 def pairs(prompts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yields a preference for each prompt of `dagrl evaluate --json` with right and wrong completions: the first of either."""
+    """Yields the first right and the first wrong completion of each prompt of `dagrl evaluate --json` that has both."""
     for prompt in prompts:
-        right, wrong = ([c["text"] for c in prompt["completions"] if (c["reward"] >= RIGHT) == kind] for kind in (True, False))
+        completions = prompt["completions"]
+        right, wrong = ([one["text"] for one in completions if (one["reward"] >= RIGHT) == kind] for kind in (True, False))
         if right and wrong:
             yield {"prompt": prompt["prompt"], "chosen": right[0], "rejected": wrong[0]}
 
