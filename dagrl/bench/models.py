@@ -1,4 +1,4 @@
-"""Qwen3 models of published shapes with random weights, written like checkpoints.
+"""Qwen3 and Qwen3-VL models of published shapes with random weights, written like checkpoints.
 
 Sizes come from the published `config.json` files. `with_layers` shortens a model to fit a machine and changes its name.
 """
@@ -6,10 +6,11 @@ Sizes come from the published `config.json` files. `with_layers` shortens a mode
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Json
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 CHARACTERS = "0123456789+="
+IMAGE_TOKENIZER = Path(__file__).parents[1] / "examples" / "data" / "shapes"
+IMAGE_PIXELS = {"shortest_edge": 32 * 32, "longest_edge": 1024 * 768}
+"""Fewest and most pixels of an image that processors do not scale, and of which engines profile the largest."""
 _QWEN3: dict[str, Json] = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -53,12 +57,53 @@ class ModelShape:
         small |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         if "num_experts" in self.config:
             small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        if self.images:
+            vision: dict[str, Json] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+            vision |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+            ropes: dict[str, Json] = {**_VL_ROPES, "mrope_section": [6, 5, 5]}
+            small = {
+                "text_config": {**self.text, **small, "rope_parameters": ropes},
+                "vision_config": {**cast("dict[str, Json]", self.config["vision_config"]), **vision},
+            }
         return ModelShape(f"{self.name}-tiny", {**self.config, **small})
 
+    @property
+    def images(self) -> bool:
+        """Whether the model takes images."""
+        return "vision_config" in self.config
 
+    @property
+    def text(self) -> dict[str, Json]:
+        """The part of `config` with the sizes of the language model."""
+        return cast("dict[str, Json]", self.config.get("text_config", self.config))
+
+
+_VL_ROPES: dict[str, Json] = {
+    "rope_type": "default",
+    "rope_theta": 5e6,
+    "mrope_section": [24, 20, 20],
+    "mrope_interleaved": True,
+}
+_VL_2B: dict[str, Json] = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "tie_word_embeddings": True,
+    **{"vision_start_token_id": 4, "vision_end_token_id": 5, "image_token_id": 6, "video_token_id": 7},  # of IMAGE_TOKENIZER
+    "text_config": {
+        **{"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262144},
+        **_sizes(layers=28, hidden=2048, intermediate=6144, heads=16),
+        **{"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True, "rope_parameters": _VL_ROPES},
+    },
+    "vision_config": {
+        **{"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048},
+        **{"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304},
+        **{"deepstack_visual_indexes": [5, 11, 17], "hidden_act": "gelu_pytorch_tanh"},
+    },
+}
 SHAPES = {
     shape.name: shape
     for shape in (
+        ModelShape("qwen3-vl-2b", _VL_2B),
         ModelShape("qwen3-0.6b", {**_QWEN3, **_sizes(layers=28, hidden=1024, intermediate=3072, heads=16)}),
         ModelShape("qwen3-1.7b", {**_QWEN3, **_sizes(layers=28, hidden=2048, intermediate=6144, heads=16)}),
         ModelShape("qwen3-4b", {**_QWEN3, **_sizes(layers=36, hidden=2560, intermediate=9728, heads=32)}),
@@ -106,15 +151,39 @@ def write_model(shape: ModelShape, directory: Path, dtype: str = "bfloat16") -> 
 
 
 def write_with_tokenizer(shape: ModelShape, directory: Path, dtype: str = "bfloat16") -> Path:
-    """Writes a model with a tokenizer of digits below `directory`, unless its weights, which are written last, exist."""
+    """Writes a model with a tokenizer of digits below `directory`, unless its weights, which are written last, exist.
+
+    One that takes images has the tokenizer of `examples/data/shapes`, and a processor with the model's patches.
+    """
     from dagrl.run.model import character_tokenizer
 
     target = directory / shape.name
     if not (target / "model.safetensors").exists():
         target.mkdir(parents=True, exist_ok=True)
-        character_tokenizer(CHARACTERS).save_pretrained(target)
-        write_model(shape, directory, dtype)
+        if shape.images:
+            _write_image_model(shape, target, dtype)
+        else:
+            character_tokenizer(CHARACTERS).save_pretrained(target)
+            write_model(shape, directory, dtype)
     return target
+
+
+def _write_image_model(shape: ModelShape, target: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    shutil.copytree(IMAGE_TOKENIZER, target, dirs_exist_ok=True)
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        content = json.loads((target / name).read_text())
+        content.get("image_processor", content).update(patch_size=16, size=IMAGE_PIXELS)
+        (target / name).write_text(json.dumps(content))
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        config = AutoConfig.for_model(**shape.config)
+        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(target, max_shard_size="100GB")
+    del model
+    torch.cuda.empty_cache()
 
 
 def _draw(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

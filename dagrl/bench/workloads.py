@@ -6,6 +6,7 @@ that is learned.
 
 from __future__ import annotations
 
+import io
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 
 from dagrl.bench.models import SHAPES, ModelShape
 from dagrl.data import Example, Splits
+from dagrl.data.examples import Message
+from dagrl.data.media import IMAGE, Medium, id_of
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus
 
-MODELS = {"0.6b": "qwen3-0.6b", "1.7b": "qwen3-1.7b", "4b": "qwen3-4b"}
-MICROBATCH = {"0.6b": 16, "1.7b": 8, "4b": 4}
+MODELS = {"0.6b": "qwen3-0.6b", "1.7b": "qwen3-1.7b", "4b": "qwen3-4b", "vl-2b": "qwen3-vl-2b"}
+MICROBATCH = {"0.6b": 16, "1.7b": 8, "4b": 4, "vl-2b": 8}
 """Sequences of a microbatch in GRPO, with which each side fits on a GPU of 141 GB."""
 
 SLOTS = 512
@@ -25,6 +28,9 @@ SLOTS = 512
 
 GROUP = 8
 """Completions of one prompt."""
+
+PICTURE_PROMPT = 832
+"""Most tokens of a prompt with an image: 768 of the image, 48 of the question, and the template's."""
 
 BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
@@ -38,6 +44,31 @@ def prompts(count: int = 256, characters: int = 128, seed: int = 0) -> Splits:
     texts = enumerate(_texts(count, characters, seed))
     examples = tuple(Example(text, "0", source=f"prompt {number}") for number, text in texts)
     return Splits(examples[:1], examples, examples[:1])
+
+
+PICTURES = ((448, 448), (640, 480), (800, 600), (1024, 768))
+"""Widths and heights of images, in turn."""
+
+WORDS = "one two three four red green blue black".split()
+"""Words of questions about them, one token each."""
+
+
+def pictures(count: int = 256, words: int = 48, shrink: int = 1, seed: int = 0) -> Splits:
+    """Returns `count` questions about images of smooth noise, JPEG files, whose sizes are divided by `shrink`."""
+    import numpy as np
+    from PIL import Image
+
+    generator, examples = np.random.default_rng(seed), []
+    for number in range(count):
+        width, height = (side // shrink for side in PICTURES[number % len(PICTURES)])
+        noise = Image.fromarray(generator.integers(0, 256, (height // 8, width // 8, 3), np.uint8))
+        file = io.BytesIO()
+        noise.resize((width, height)).save(file, "JPEG", quality=90)
+        medium = Medium(file.getvalue(), id_of(file.getvalue()), (height, width))
+        question = {"type": "text", "text": " ".join(generator.choice(WORDS, words))}
+        messages = Message("user", (IMAGE, question), media=(medium,)), Message("assistant", "one")
+        examples.append(Example("", "one", messages, source=f"question {number}"))
+    return Splits(tuple(examples[:1]), tuple(examples), tuple(examples[:1]))
 
 
 def rows(count: int = 16, length: int = 2048, seed: int = 0) -> Splits:
@@ -77,6 +108,14 @@ class RolloutCase:
         return shape.narrowed() if self.tiny else shape
 
     @property
+    def task(self) -> tuple[str, dict[str, int]]:
+        """The function of the prompts, and its arguments."""
+        count = 16 * self.sequences // GROUP
+        if self.shape.images:
+            return "pictures", {"count": count, "shrink": 8 if self.tiny else 1}
+        return "prompts", {"count": count, "characters": self.prompt}
+
+    @property
     def slots(self) -> int:
         """Sequences that an engine runs at once."""
         return min(self.sequences, SLOTS)
@@ -96,13 +135,14 @@ def rollout_case(
             f"case {name!r}: expected a model of {', '.join(MODELS)} and a number of sequences, in whole groups of {GROUP}"
         )
     count = int(sequences)
-    case = RolloutCase(name, model, count, 120, completion, min(micro or MICROBATCH[model], count), tiny)
+    prompt = PICTURE_PROMPT if SHAPES[MODELS[model]].images else 120
+    case = RolloutCase(name, model, count, prompt, completion, min(micro or MICROBATCH[model], count), tiny)
     return replace(case, kv_bytes=_kv_cache_bytes(case, kv_share))
 
 
 def _kv_cache_bytes(case: RolloutCase, share: float) -> int:
     """Returns the KV cache that holds all sequences, with prompts shared in groups."""
-    config = {name: int(str(case.shape.config[name])) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")}
+    config = {name: int(str(case.shape.text[name])) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")}
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     blocks = case.sequences * (-(-case.completion // BLOCK) + 1) + case.sequences // GROUP * -(-case.prompt // BLOCK)
     memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0) or 8 << 30
@@ -144,9 +184,6 @@ def grpo_config(case: RolloutCase, model: Path, engine: dict[str, Any] | None = 
             "val_at_start": False,
         },
         "loss_fn": {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True},
-        "data": {
-            "task": "dagrl.bench.workloads:prompts",
-            "task_args": {"count": 16 * case.sequences // GROUP, "characters": case.prompt},
-        },
+        "data": {"task": f"dagrl.bench.workloads:{case.task[0]}", "task_args": case.task[1], "shuffle": False},
         "reward": {"function": "dagrl.bench.workloads:alternating"},
     }

@@ -32,6 +32,9 @@ def engine_arguments(case: RolloutCase, model: str) -> dict[str, Any]:
         "enforce_eager": case.tiny,
         "enable_prefix_caching": True,
     }
+    if case.shape.images:
+        arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+        arguments |= {} if torch.cuda.is_available() else {"skip_mm_profiling": True}
     return arguments | ({"attention_config": {"backend": "FLASH_ATTN"}} if torch.cuda.is_available() else {})
 
 

@@ -70,6 +70,7 @@ BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("peers-grpo", ("--cases", "grpo 0.6b 128", "grpo 0.6b 512"), 1, 1),
     ("peers-sft", ("--cases", "sft 0.6b 16"), 1, 1),
     ("peers-4b", ("--cases", "grpo 4b 512", "sft 4b 16", "--steps", "2"), 1, 1),
+    ("peers-images", ("--cases", "grpo vl-2b 128", "--completion", "128"), 1, 1),
     ("generate", (), 1, 1),
     ("generate-fp8", ("--cases", "4b 256", "--sides", "dagrl", "dagrl-fp8"), 1, 1),
 )

@@ -2,13 +2,15 @@
 
     dagrl bench peers --cases "grpo 0.6b 128" "sft 0.6b 16" [--peers trl trl-packed torchtitan] [--json F]
     dagrl bench peers --cases "grpo 4b 512" --micro 4 --more peers.json --json peers.json
+    dagrl bench peers --cases "grpo vl-2b 128" --completion 128       with images of 448 x 448 to 1024 x 768
 
 A case is a kind, a model and the number of sequences of a step. `grpo`: a whole step, with 120 prompt tokens, groups of 8
-and completions of `--completion` tokens. `sft`: an optimizer step over sequences of `--length` tokens, which `trl-packed`
-packs. Every side runs to its end in each turn and has the GPU alone. All start from the same checkpoint with random weights,
-in bfloat16 with float32 master weights, and take one optimizer step per batch; engines have the same KV cache, attention and
-number of sequences at once. The first steps do not count. Ratios are the peer's time over dagrl's. Peers whose package is
-not installed are left out and reported. `--tiny` also runs without a GPU, to try the benchmark.
+and completions of `--completion` tokens; `vl-2b` gets an image with each prompt, and dagrl trains it with FSDP workers.
+`sft`: an optimizer step over sequences of `--length` tokens, which `trl-packed` packs. Every side runs to its end in each
+turn and has the GPU alone. All start from the same checkpoint with random weights, in bfloat16 with float32 master weights,
+and take one optimizer step per batch; engines have the same KV cache, attention and number of sequences at once. The first
+steps do not count. Ratios are the peer's time over dagrl's. Peers whose package is not installed are left out and reported.
+`--tiny` also runs without a GPU, to try the benchmark.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ PEERS: Mapping[str, Peer] = {
 BACKENDS: Mapping[str, tuple[str, ...]] = {
     "megatron": (),
     "fsdp": ("policy.backend=fsdp", "policy.fsdp_cfg.torch_compile=true"),
-    "fsdp-eager": ("policy.backend=fsdp",),
+    "fsdp-eager": ("policy.backend=fsdp", "policy.fsdp_cfg.torch_compile=false"),
 }
 """What each of dagrl's sides overrides."""
 COLUMNS = (Column("tokens/s", "tokens_per_s", "{:,.0f}"), Column("KL", "gen_kl_error", "{:.1e}"))
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all that are installed")
     parser.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, default=["megatron"], help="dagrl's train workers, each a side"
+        "--backends", nargs="+", choices=BACKENDS, help="dagrl's train workers, each a side; default: megatron, or fsdp"
     )
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
     parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
@@ -100,8 +102,9 @@ def contest(text: str, options: argparse.Namespace, peers: Mapping[str, Peer], d
         sizes = {"tokens": case.sequences * case.completion, "micro": case.micro, "kv_bytes": case.kv_bytes}
         opened: Callable[[], Any] = partial(grpo_sides, case, options, peers, directory)
     else:
-        if model not in MODELS or not sequences.isdecimal():
-            raise ConfigError(f"case {text!r}: expected a model of {', '.join(MODELS)} and a number of sequences")
+        texts = [name for name, shape in MODELS.items() if not SHAPES[shape].images]
+        if model not in texts or not sequences.isdecimal():
+            raise ConfigError(f"case {text!r}: expected a model of {', '.join(texts)} and a number of sequences")
         sizes = {"tokens": int(sequences) * options.length, "length": options.length}
         opened = partial(sft_sides, text, model, int(sequences), options, peers, directory)
     return Contest(text, {text: sizes}, opened)
@@ -120,7 +123,8 @@ def grpo_sides(
         for name, peer in peers.items()
         if "grpo" in peer.modules
     }
-    yield {**dagrl_sides(case.name, config, "grpo", options, {}), **theirs}
+    default = "fsdp" if case.shape.images else "megatron"
+    yield {**dagrl_sides(case.name, config, "grpo", options, {}, default), **theirs}
 
 
 @contextmanager
@@ -150,11 +154,16 @@ def sft_sides(
 
 
 def dagrl_sides(
-    name: str, config: Path, stage: str, options: argparse.Namespace, more: Mapping[str, tuple[str, ...]]
+    name: str,
+    config: Path,
+    stage: str,
+    options: argparse.Namespace,
+    more: Mapping[str, tuple[str, ...]],
+    default: str = "megatron",
 ) -> dict[str, Take]:
     """Returns the turns of dagrl with each backend, the first called `dagrl`. `more` are further overrides of each."""
     turns: dict[str, Take] = {}
-    for number, backend in enumerate(options.backends):
+    for number, backend in enumerate(options.backends or [default]):
         words = (*BACKENDS[backend], *more.get(backend, ()))
         turns[f"dagrl {backend}" if number else "dagrl"] = partial(dagrl_turn, name, config, stage, options.steps, words)
     return turns

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+from dagrl.bench import workloads
 from dagrl.bench.generate.vllm import engine_arguments
 from dagrl.bench.harness import answer
 from dagrl.bench.workloads import GROUP, RolloutCase
+from dagrl.data.media import load_processor
 from dagrl.runtime.store import reserve_port
 
-ROWS = 4096
-"""Prompts or rows of the data set, which the trainer repeats."""
+ROWS = 512
+"""Rows of SFT's data set, which the trainer repeats."""
 
 
 def work(steps: int, model: str, **order: Any) -> list[float]:
     """Returns the seconds of each step, which includes drawing and preparing its batch."""
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Times every step."""
@@ -40,8 +42,8 @@ def work(steps: int, model: str, **order: Any) -> list[float]:
             self.seconds.append(now - self.began)
             self.began = now
 
-    clock, tokenizer = Clock(), AutoTokenizer.from_pretrained(model)
-    common = {"processing_class": tokenizer, "callbacks": [clock], "model": model}
+    clock = Clock()
+    common = {"callbacks": [clock], "model": model}
     with tempfile.TemporaryDirectory() as output:
         make = grpo_trainer if "case" in order else sft_trainer
         make(output, steps, common, **order).train()
@@ -74,10 +76,12 @@ def sft_trainer(
 ) -> Any:
     """Returns a trainer on rows of random digits, one token each, with a prompt of one; the end of the text is one token."""
     from datasets import Dataset
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    common["processing_class"] = AutoTokenizer.from_pretrained(common["model"])
     draw = random.Random(0)  # noqa: S311  # not cryptography
-    texts = ("".join(draw.choices("0123456789", k=length - 1)) for _ in range(ROWS // 8))
+    texts = ("".join(draw.choices("0123456789", k=length - 1)) for _ in range(ROWS))
     arguments = trainer_arguments(output, steps, micro, rows) | {
         "packing": packed,
         "max_length": length,
@@ -89,19 +93,24 @@ def sft_trainer(
 
 def grpo_trainer(output: str, steps: int, common: dict[str, Any], case: dict[str, Any]) -> Any:
     """Returns a trainer whose engine has the memory of dagrl's."""
-    from datasets import Dataset
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(reserve_port()))
     mine = RolloutCase(**case)
+    model, images = Path(common["model"]), mine.shape.images
     set_engine(mine)
-    draw = random.Random(0)  # noqa: S311  # not cryptography
-    data = Dataset.from_list([{"prompt": "".join(draw.choices("0123456789", k=mine.prompt))} for _ in range(ROWS)])
+    processor: Any = load_processor(model) if images else None  # as TRL does itself, but without torchvision
+    tokenizer = processor.tokenizer if images else AutoTokenizer.from_pretrained(model)
+    tokenizer.padding_side = "left"
+    common["processing_class"] = processor or tokenizer
+    # A sampled placeholder would be an image without pixels to TRL; dagrl takes it as text.
+    never = {"logit_bias": {6: -100.0, 7: -100.0}} if images else {}
     arguments = trainer_arguments(output, steps, mine.micro, mine.sequences) | {
         "use_vllm": True,
         "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": engine_share(mine),
+        "vllm_gpu_memory_utilization": engine_share(mine, model),
         "vllm_max_model_length": mine.prompt + mine.completion + 8,
         "num_generations": GROUP,
         "max_completion_length": mine.completion,
@@ -110,9 +119,27 @@ def grpo_trainer(output: str, steps: int, common: dict[str, Any], case: dict[str
         "learning_rate": 1e-6,
         "loss_type": "grpo",
         "vllm_importance_sampling_correction": False,
-        "generation_kwargs": {"ignore_eos": True},
+        "generation_kwargs": {"ignore_eos": True, **never},
+        "shuffle_dataset": False,
     }
-    return GRPOTrainer(reward_funcs=alternating, args=GRPOConfig(**arguments), train_dataset=data, **common)
+    return GRPOTrainer(reward_funcs=alternating, args=GRPOConfig(**arguments), train_dataset=prompts(mine), **common)
+
+
+def prompts(case: RolloutCase) -> Any:
+    """Returns the data set of dagrl's side, in its order; files of images are decoded when they are asked for."""
+    from datasets import Dataset, Image
+
+    name, arguments = case.task
+    rows = []
+    for example in getattr(workloads, name)(**arguments).train:
+        if not example.messages:
+            rows.append({"prompt": example.prompt})
+            continue
+        question = example.messages[0]
+        text = [{"role": "user", "content": question.content[1]["text"]}]
+        rows.append({"prompt": text, "image": {"bytes": question.media[0].data, "path": None}})
+    data = Dataset.from_list(rows)
+    return data.cast_column("image", Image()) if "image" in data.column_names else data
 
 
 def alternating(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -120,25 +147,33 @@ def alternating(prompts: list[str], completions: list[str], **columns: Any) -> l
     return [float(number % 2) for number in range(len(completions))]
 
 
-def engine_share(case: RolloutCase) -> float:
+def engine_share(case: RolloutCase, model: Path) -> float:
     """Returns the part of the GPU's memory that gives the engine its weights and `kv_bytes`, with 2 GiB to compute in."""
     import torch
 
-    from dagrl.workers.megatron.weights import parameter_shapes
-
-    parameters = sum(math.prod(shape) for shape in parameter_shapes(case.shape.config).values())
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     memory: int = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 8 << 30
-    return (2 * parameters + case.kv_bytes + (2 << 30)) / memory
+    return (weights + case.kv_bytes + (2 << 30)) / memory
 
 
 def set_engine(case: RolloutCase) -> None:
     """Gives TRL's engine the attention, dtype and KV cache of dagrl's side, for which GRPOConfig has no keys."""
+    from dagrl.workers.vllm.launch import import_vllm
+
+    import_vllm(case.shape.config)  # without torchvision, too
     import trl.generation.vllm_generation as generation
     import vllm
 
     same = engine_arguments(case, "")
-    names = ("attention_config", "dtype", "kv_cache_memory_bytes", "enforce_eager")
-    own = {name: same[name] for name in names if name in same}
+    names = {
+        "attention_config",
+        "dtype",
+        "kv_cache_memory_bytes",
+        "enforce_eager",
+        "limit_mm_per_prompt",
+        "skip_mm_profiling",
+    }
+    own = {name: same[name] for name in names & same.keys()}
     generation.LLM = lambda *args, **settings: vllm.LLM(*args, **(settings | own))
 
 
