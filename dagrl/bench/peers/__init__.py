@@ -62,7 +62,12 @@ BACKENDS: Mapping[str, tuple[str, ...]] = {
     "fsdp-eager": ("policy.backend=fsdp", "policy.fsdp_cfg.torch_compile=false"),
 }
 """What each of dagrl's sides overrides."""
-COLUMNS = (Column("tokens/s", "tokens_per_s", "{:,.0f}"), Column("KL", "gen_kl_error", "{:.1e}"))
+COLUMNS = (
+    Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+    Column("KL", "gen_kl_error", "{:.1e}"),
+    Column("generate s", "timing_s/generate", "{:.3f}"),
+    Column("train s", "timing_s/train_step", "{:.3f}"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +177,7 @@ def dagrl_sides(
 def dagrl_turn(name: str, config: Path, stage: str, steps: int, words: Sequence[str]) -> dict[str, Turn]:
     """Runs `dagrl train`. The last step, which validates, does not count."""
     lines = train_run(config, [*words, f"{stage}.max_num_steps={SETTLING + steps + 1}"])[SETTLING:-1]
-    return {name: Turn([line["timing_s/total"] for line in lines], medians(lines, ("gen_kl_error",)))}
+    return {name: Turn([line["timing_s/total"] for line in lines], medians(lines, [column.key for column in COLUMNS]))}
 
 
 def peer_turn(name: str, module: str, order: Mapping[str, Any]) -> dict[str, Turn]:
