@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from dagrl.config.kernel_checks import OLDEST_ENGINE
 from dagrl.machine import DEV_SHM, cpu_count, gpu_count, package_versions
-from dagrl.rl.coding import sandbox
+from dagrl.rl.coding import chosen_sandbox
 
 LEFTOVERS = ("sem.hdr", "sem.obj", "-tp:")
 """Prefixes of files in `/dev/shm` that killed runs leave: Ray's channel semaphores and vLLM's CPU communicator."""
@@ -159,15 +159,13 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _sandbox() -> Iterator[Finding]:
-    if shutil.which("bwrap") is None:
-        yield Finding("bubblewrap", "not installed (for programs as rewards: apt install bubblewrap)")
+    if not any(map(shutil.which, ("bwrap", "nsjail", "podman"))):
+        yield Finding("sandbox", "not installed (for programs as rewards: apt install bubblewrap)")
         return
     try:
-        sandbox()
+        yield Finding("sandbox", f"{chosen_sandbox()[0]} works")
     except RuntimeError as error:
-        yield Finding("bubblewrap", "fails", str(error))
-    else:
-        yield Finding("bubblewrap", "works")
+        yield Finding("sandbox", "fails", str(error))
 
 
 def bad_combinations(versions: Mapping[str, str]) -> Iterator[Finding]:

@@ -4,8 +4,9 @@
 
 A row has a column `tests`: a list of Python texts, each of which raises if the program is wrong. The reward is the share
 that passes. Program and tests run in two processes, each under bubblewrap (https://github.com/containers/bubblewrap,
-`apt install bubblewrap`) in namespaces of its own: without network, environment variables and other processes, with Python
-alone to read and an empty directory to write, and with limits of time, memory, processes and file size.
+`apt install bubblewrap`), or else nsjail or podman, in namespaces of its own: without network, environment variables and
+other processes, with Python alone to read and an empty directory to write, and with limits of time, memory, processes and
+file size.
 
 The program never sees a test, and no object of it can say that it equals what a test expects (`coding_sides.py`).
 """
@@ -14,14 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 10.0
 """Time of a program with all of its tests, in seconds."""
@@ -29,11 +36,46 @@ SECONDS = 10.0
 SIDES = Path(__file__).with_name("coding_sides.py")
 """What runs in both sandboxes, also the limits."""
 
-ISOLATED = (
-    *("--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
-    *("--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"),  # noqa: S108  # the sandbox's own
+USER = "{user}"
+"""Stands in a command for the number of a user whom nobody else has."""
+
+AS_USER = ("setpriv", "--reuid", USER, "--regid", USER, "--clear-groups")
+
+AS_ROOT = (
+    *(f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")),
+    *("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--perms", "1777"),
 )
-"""Options of `bwrap`: new namespaces of every kind, no terminal, no variables, and the end with its parent."""
+"""Options of `bwrap` for root: namespaces of every kind but users, so that `setpriv` can change the user inside."""
+
+BUBBLEWRAP = (
+    *("--tmpfs", "/tmp", "--chdir", "/tmp", "--dev", "/dev"),  # noqa: S108  # the sandbox's own
+    *("--die-with-parent", "--new-session", "--clearenv"),
+)
+"""Options of `bwrap`: no terminal, no variables, and the end with its parent. `--perms` stands before `--tmpfs`."""
+
+NSJAIL = (
+    *("--mode", "o", "--really_quiet", "--disable_rlimits", "--disable_proc", "--pass_fd", "3", "--cwd", "/tmp"),  # noqa: S108
+    *("--mount", "none:/tmp:tmpfs:size=67108864", "-R", "/dev/null", "-R", "/dev/urandom"),
+)
+"""Options of `nsjail`, which makes new namespaces of every kind by itself."""
+
+PODMAN = (
+    *("run", "--rm", "--interactive", "--network=none", "--read-only", "--workdir=/tmp", "--passwd=false"),
+    *("--cap-drop=all", "--security-opt=no-new-privileges", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024"),
+    *(f"--timeout={SECONDS:.0f}", "--preserve-fds=1"),
+)
+"""Options of `podman`, whose containers outlive it for `--timeout` seconds at most."""
+
+AS_THIRD = "import os, sys; os.dup2(int(sys.argv[-1]), 3); os.execvp(sys.argv[1], [*sys.argv[1:-1], '3'])"
+"""Runs a command with its last argument, a connection, as descriptor 3: podman passes on no other, nsjail what is named."""
+
+FORKS = """import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+try: os.fork() or os._exit(0)
+except OSError: sys.stdout.write("limited")
+else: sys.stdout.write("forked")
+"""
+"""Says whether a limit of processes holds."""
 
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 
@@ -74,19 +116,71 @@ async def passed_tests(prompt: str, completion: str, reference: str, tests: Sequ
     return int(written or b"0") / len(tests)
 
 
-@cache
 def sandbox() -> list[str]:
-    """Returns the start of a command that runs Python in a sandbox. Raises RuntimeError if this machine has none."""
-    bubblewrap = shutil.which("bwrap")
-    if bubblewrap is None:
-        raise RuntimeError("bubblewrap (bwrap) is not installed; install it (apt install bubblewrap) on the driver's host")
-    roots = dict.fromkeys(("/usr", "/bin", "/lib", "/lib64", sys.base_prefix, sys.prefix))
-    readable = [word for root in roots for word in ("--ro-bind-try", root, root)]
-    command = [bubblewrap, *ISOLATED, *readable, sys.executable, "-I", "-c"]
-    tried = subprocess.run([*command, "pass"], capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
-    if tried.returncode:
-        raise RuntimeError(
-            f"bubblewrap cannot make a sandbox here: {tried.stderr.strip()}. It needs user namespaces: allow them (sysctl "
-            "kernel.unprivileged_userns_clone=1; of a container --security-opt seccomp=unconfined)"
+    """Returns the start of a command that runs Python in a sandbox. Raises RuntimeError if this machine has none.
+
+    A run of root has a new user in each, so that the limit of processes holds, which binds no process of root.
+    """
+    user = str((1 << 20) + secrets.randbelow(1 << 20))
+    return [user if word == USER else word for word in chosen_sandbox()[1]]
+
+
+@cache
+def chosen_sandbox() -> tuple[str, list[str]]:
+    """Returns the first way to make a sandbox that works here, better one that limits processes, with its name."""
+    failures, unlimited = [], None
+    for name, command in ways():
+        words = ["1048575" if word == USER else word for word in command]
+        tried = subprocess.run([*words, FORKS, "0"], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+        if tried.stdout == "limited":
+            return name, command
+        if tried.stdout == "forked":
+            unlimited = unlimited or (name, command)
+        else:
+            failures.append(f"{name}: {tried.stderr.strip() or tried.returncode}")
+    if unlimited:
+        logger.warning(
+            "Programs in a sandbox may start any number of processes, as this run is root's: run it as another user"
         )
-    return command
+        return unlimited
+    if not failures:
+        raise RuntimeError("no sandbox is installed; install bubblewrap (apt install bubblewrap) on the driver's host")
+    raise RuntimeError(
+        f"no sandbox works here: {'; '.join(failures)}. They need user namespaces: allow them (sysctl "
+        "kernel.unprivileged_userns_clone=1; of a container --security-opt seccomp=unconfined)"
+    )
+
+
+def ways() -> Iterator[tuple[str, list[str]]]:
+    """Yields the ways to run Python in a sandbox with what is installed, the fastest first: name and command."""
+    python = [sys.executable, "-I", "-c"]
+    roots = dict.fromkeys(("/usr", "/bin", "/lib", "/lib64", sys.base_prefix, sys.prefix))
+    readable = [root for root in roots if Path(root).exists()]
+    if bubblewrap := shutil.which("bwrap"):
+        above = dict.fromkeys(str(parent) for root in readable for parent in reversed(Path(root).parents[:-1]))
+        inside = [*BUBBLEWRAP, *(word for parent in above for word in ("--dir", parent))]  # else they are root's alone
+        inside += [word for root in readable for word in ("--ro-bind", root, root)]
+        if os.geteuid() == 0 and shutil.which("setpriv"):
+            yield "bubblewrap", [bubblewrap, *AS_ROOT, *inside, *AS_USER, *python]
+            yield "bubblewrap", [*AS_USER, bubblewrap, "--unshare-all", *inside, *python]  # root without CAP_SYS_ADMIN
+        yield "bubblewrap", [bubblewrap, "--unshare-all", *inside, *python]
+    if nsjail := shutil.which("nsjail"):
+        inside = [*NSJAIL, *(word for root in readable for word in ("-R", root))]
+        if os.geteuid() == 0:
+            inside += ["--disable_clone_newuser", "-u", USER, "-g", USER]
+        yield "nsjail", [*python, AS_THIRD, nsjail, *inside, "--", *python]
+    if podman := shutil.which("podman"):
+        inside = [*PODMAN, *(f"--volume={root}:{root}:ro" for root in readable)]
+        if os.geteuid() == 0:
+            inside += ["--user", USER]
+        yield "podman", [*python, AS_THIRD, podman, *inside, "--rootfs", _empty_root().name, *python]
+
+
+@cache
+def _empty_root() -> tempfile.TemporaryDirectory[str]:
+    """Makes the files of a container: a directory for what is temporary. It is deleted with this process."""
+    root = tempfile.TemporaryDirectory(prefix="dagrl-sandbox-")
+    Path(root.name).chmod(0o755)  # for the user inside
+    (Path(root.name) / "tmp").mkdir()
+    (Path(root.name) / "tmp").chmod(0o1777)
+    return root

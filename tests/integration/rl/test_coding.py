@@ -7,24 +7,39 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from dagrl.rl import coding
-from dagrl.rl.coding import passed_tests, sandbox
+from dagrl.rl.coding import chosen_sandbox, passed_tests
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+TOOLS = {"bubblewrap": "bwrap", "nsjail": "nsjail", "podman": "podman"}
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 RIGHT = "def add(a, b): return a + b"
+
+
+@pytest.fixture(scope="module", params=TOOLS)
+def tool(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hides the other tools for sandboxes."""
+    which, others = shutil.which, set(TOOLS.values()) - {TOOLS[request.param]}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shutil, "which", lambda name: None if name in others else which(name))
+        chosen_sandbox.cache_clear()
+        try:
+            chosen_sandbox()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield
+    chosen_sandbox.cache_clear()
 
 
 def share(program: str, tests: Sequence[str] = TESTS) -> float:
     return asyncio.run(passed_tests("", program, "", tests))
 
 
-@needs_bubblewrap
+@pytest.mark.usefixtures("tool")
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
@@ -38,7 +53,8 @@ def share(program: str, tests: Sequence[str] = TESTS) -> float:
         (f"open('/usr/mine', 'w')\n{RIGHT}", 0.0),
         (f"open('/etc/passwd')\n{RIGHT}", 0.0),
         (f"import os\nassert 'DAGRL_SECRET' not in os.environ\n{RIGHT}", 1.0),
-        (f"import os\nassert os.getpid() <= 2 and not os.path.exists('/proc')\n{RIGHT}", 1.0),
+        (f"import os\nassert os.getpid() <= 2 and not os.path.exists('/proc/3')\n{RIGHT}", 1.0),
+        (f"import os\nos.setuid(0)\n{RIGHT}", 0.0),
         (f"whole = bytearray(3 << 30)\n{RIGHT}", 0.0),
         (f"open('/tmp/large', 'wb').write(bytes(32 << 20))\n{RIGHT}", 0.0),
     ],
@@ -141,7 +157,7 @@ def test_no_program_passes_without_the_right_values(program: str, tests: list[st
     assert share(program, tests) == 0.0
 
 
-@needs_bubblewrap
+@pytest.mark.usefixtures("tool")
 def test_a_program_has_no_network_and_no_endless_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         connects = f"import socket\nsocket.create_connection({listening.getsockname()!r}, 5)\n{RIGHT}"
@@ -150,18 +166,33 @@ def test_a_program_has_no_network_and_no_endless_time(monkeypatch: pytest.Monkey
     assert share(f"import time\ntime.sleep(60)\n{RIGHT}") == 0.0
 
 
-@needs_bubblewrap
+@pytest.mark.skipif(not any(map(shutil.which, TOOLS.values())), reason="needs a sandbox")
 def test_the_solutions_of_the_example_pass() -> None:
     lines = (Path(coding.__file__).parents[1] / "examples" / "data" / "coding.jsonl").read_text().splitlines()
     for row in map(json.loads, lines):
         assert asyncio.run(passed_tests(row["prompt"], row["response"], row["response"], row["tests"])) == 1.0
 
 
+@pytest.mark.usefixtures("tool")
+def test_a_fork_bomb_ends_at_the_limit() -> None:
+    """It counts children that sleep; far more than the limit are not tried."""
+    bomb = """
+import os, time
+def forked(at_most):
+    for count in range(at_most):
+        try:
+            if os.fork() == 0: time.sleep(8), os._exit(0)
+        except OSError: return count
+    return at_most
+"""
+    assert share(bomb, ["assert 200 < forked(400) < 256"]) == 1.0
+
+
 @pytest.mark.parametrize(
-    ("path", "says"), [(None, "is not installed; install it"), ("/bin/false", "It needs user namespaces")]
+    ("path", "says"), [(None, "is installed; install bubblewrap"), ("/bin/false", "They need user namespaces")]
 )
-def test_a_machine_without_bubblewrap_is_told_so(path: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox.cache_clear()
-    monkeypatch.setattr("shutil.which", lambda name: path)
-    with pytest.raises(RuntimeError, match=rf"bubblewrap .*{says}"):
+def test_a_machine_without_a_sandbox_is_told_so(path: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: path)
+    chosen_sandbox.cache_clear()
+    with pytest.raises(RuntimeError, match=says):
         share(RIGHT)

@@ -18,7 +18,7 @@ def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr("dagrl.cli.doctor.shutil.which", lambda name: None)  # no process of a sandbox
     assert main(["doctor"]) == 0
     report = capsys.readouterr().out
-    for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm", "bubblewrap"):  # noqa: S108
+    for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm", "sandbox"):  # noqa: S108
         assert subject in report
 
 
