@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from dagrl.config import Config
 from dagrl.data import Example, open_sampler
 from dagrl.data.chat import Chat, chat_of
-from dagrl.data.messages import ANSWER, QUESTION, with_parsed_arguments
-from dagrl.data.tokenization import THOUGHTS, Demonstration, Prompt, Row
+from dagrl.data.messages import ANSWER, QUESTION, THOUGHTS, with_parsed_arguments
+from dagrl.data.tokenization import Demonstration, Prompt, Row
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
 

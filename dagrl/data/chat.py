@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, meta
 
 from dagrl.data.encoder import Encoded, TextEncoder, shared
-from dagrl.data.messages import ANSWER, QUESTION, RESULT, TOOL, MessageFormat, Messages, exchange
+from dagrl.data.messages import ANSWER, QUESTION, RESULT, THOUGHTS, TOOL, MessageFormat, Messages, exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -175,6 +175,21 @@ class Chat:
         """The tokens that end a turn: the template's and the tokenizer's."""
         return frozenset({*self.stops, self.tokenizer.eos_token_id} - {None})
 
+    def closes(self, token: int) -> bool:
+        """Returns whether a stop token ends a turn: it is one of its ends, or a special token that the template does not
+        write inside of turns, such as another `eos_token_id` of the model. After others, the end follows (`</tool_call>`).
+        """
+        special = token in self.encoder.added and self.tokenizer.added_tokens_decoder[token].special
+        return token in self.ends or (special and token not in self._shown_tokens)
+
+    @cached_property
+    def _shown_tokens(self) -> frozenset[int]:
+        """The added tokens that the template writes in a conversation with calls and thoughts."""
+        question, call = exchange([("f", None)])
+        thoughtful = call | dict.fromkeys(THOUGHTS, ANSWER)
+        text = self._formats[1].shown([question, thoughtful]) or self._formats[1].shown([question, call])
+        return self.encoder.added.intersection(self.encoder.ids(text))
+
     @cached_property
     def endings(self) -> list[str]:
         """The texts that end a turn: the template's, and those of its tokens."""
@@ -214,6 +229,10 @@ class Chat:
             return ""
         before = self.encoder.ids(turn[shared(prompt, turn) :].partition(ANSWER)[0])
         return next((self.encoder.decode([token]) for token in before if token in self.ends), "")
+
+    def takes_id(self, identity: str) -> bool:
+        """Returns whether the template takes a call with this id: Mistral's want nine letters or digits."""
+        return bool(self._formats[1].shown([*exchange([("f", identity)]), {**RESULT, "tool_call_id": identity}]))
 
     def is_end(self, text: str) -> bool:
         """Returns whether the template ends turns with a text."""

@@ -22,6 +22,9 @@ Messages = Sequence[Mapping[str, Any]]
 QUESTION, ANSWER = "Which is it?", "it-is-so"
 """Texts of the conversations with which a template is looked at."""
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages under which templates expect thoughts; each knows some."""
+
 CALL_ID = "000000000"
 """Templates of Mistral take ids of nine letters or digits only."""
 

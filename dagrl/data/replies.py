@@ -40,8 +40,8 @@ def reply_row(
     **variables: Any,
 ) -> tuple[list[int], npt.NDArray[np.int64]]:
     """Returns the tokens after a sampled turn: its end, `messages`, and the opening of the next turn. If they are more than
-    `most`, some may be left out. A turn that one of `stops`, of the template's or the tokenizer's ends ended gets no second
-    end.
+    `most`, some may be left out. A turn that one of the template's or the tokenizer's ends ended gets no second end, and
+    neither does one that ended with one of `stops`, if that closes turns (`Chat.closes`).
 
     `before` is the conversation whose last message is the turn. What the assistant wrote in it does not count, except the
     names of calls. Tokenizing takes a second and 400 MB per megabyte, and a reply may be all the output of a program.
@@ -56,7 +56,7 @@ def reply_row(
         processor, media = images
         expanded = processor.expand(joint.text, media, "the reply")
         joint = _Joint(expanded.text, expanded.moved(joint.end), expanded.moved(joint.after))
-    closed = last in stops | chat.ends
+    closed = last in chat.ends or (last in stops and chat.closes(last))
     text = joint.text[: joint.after + len(chat.end.after) + (most + 1) * chat.encoder.longest]
     (encoded,) = chat.encoder.encode([text])
     place = joint.after if closed else _written(chat, turn, encoded, text, joint)

@@ -23,6 +23,7 @@ from dagrl.data.chat import GENERATION, Chat, chat_of
 from dagrl.data.encoder import Encoded
 from dagrl.data.examples import Example, Message
 from dagrl.data.media import IMAGE, MEDIA, Expanded, MediaProcessor, Medium, RowMedia
+from dagrl.data.messages import THOUGHTS
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
 
@@ -36,9 +37,6 @@ logger = logging.getLogger(__name__)
 Row = TypeVar("Row", "Prompt", "Demonstration", "Preference")
 Turns = Literal["all", "each", "last"]
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of messages under which templates expect thoughts; each knows some."""
-
 DIFFERENCES = {
     "opened": "the chat template writes the start of a turn otherwise in its prompt, with a thought that it leaves out "
     "later, or a system prompt that it moves; there the loss begins where the turn differs from it, or with the turn's text",
@@ -46,6 +44,7 @@ DIFFERENCES = {
     "generation does not; there the loss begins after it",
     "left out": "the chat template leaves out texts of turns that are learned, such as thoughts",
     "stopped": "the chat template writes an end of turns inside of one, such as before its calls; there generation stops",
+    "empty": "nothing is learned: the chat template writes no more of the turns to learn than their prompts have",
 }
 """How rows may differ from what is generated. The first rows that do are named in a warning."""
 
@@ -237,7 +236,7 @@ def encode_demonstrations(
             media = _row_media(encoded, text, whole.messages, processor)
             rows[-1] = _with_media(rows[-1], media, processor.before(whole.text, chat.encoder))
         joined = not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
-        found = {"joined": joined, "stopped": _stops_inside(rows[-1], chat.ends)}
+        found = {"joined": joined, "stopped": _stops_inside(rows[-1], chat.ends), "empty": not rows[-1].loss_mask.any()}
         for difference in whole.differences | {
             name for name, differs in found.items() if differs and whole.example.messages
         }:

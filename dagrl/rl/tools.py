@@ -16,9 +16,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
+from dagrl.data.chat import Chat
+from dagrl.data.messages import Messages
 from dagrl.errors import ConfigError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.episodes import Step
@@ -30,13 +33,40 @@ Tools = Mapping[str, Callable[..., Any]]
 
 KEY = "environment.tools"
 
+CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
+"""Ids in calls of Mistral, which vLLM takes for a part of the function's name."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call: the function's name, its arguments as JSON, and the id that the policy wrote, if it wrote one."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
 
 @dataclass(frozen=True)
 class Calls:
-    """A turn's text without its calls, and the name and JSON arguments of each call."""
+    """A turn's text without its calls, and these."""
 
     text: str
-    calls: Sequence[tuple[str, str]]
+    calls: Sequence[Call]
+
+
+def call_ids(calls: Sequence[Call], known: Sequence[str]) -> list[str]:
+    """Returns the id of each call: the policy's own, or nine digits, as Mistral's templates want, that count the calls of
+    the conversation. Those before have `known` ids."""
+    ids = list(known)
+    for call in calls:
+        ids.append(call.id or next(number for place in count(len(ids)) if (number := f"{place:09}") not in ids))
+    return ids[len(known) :]
+
+
+def known_ids(messages: Messages) -> list[str]:
+    """Returns the ids of the calls of a conversation."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    return [str(call.get("id")) for call in calls if isinstance(call, dict)]
 
 
 CallParser = Callable[[str], Calls]
@@ -78,6 +108,7 @@ class ToolEnvironment:
         """`tools` are import paths, `tokenizer` is a directory, and `tool_parser` vLLM's name."""
         self._tools = load_tools(tools)
         self._parse = _call_parser(tuple(tools), tool_parser, tokenizer)
+        self._ids: list[str] = []
 
     @staticmethod
     def prepare(tools: Sequence[str], tokenizer: str, tool_parser: str) -> None:
@@ -85,18 +116,21 @@ class ToolEnvironment:
         _call_parser(tuple(tools), tool_parser, tokenizer)
 
     def reset(self, example: Mapping[str, Any]) -> None:
-        """Tools keep no state of an episode."""
+        """Tools keep no state of an episode, except the ids of its calls."""
+        self._ids = known_ids(example["messages"])
 
     async def step(self, completion: str) -> Step:
         """Calls the tools that the turn asks for, all at once."""
         calls = self._parse(completion).calls
         if not calls:
             return Step(None)
-        results = await asyncio.gather(*(self._result(name, arguments) for name, arguments in calls))
+        ids = call_ids(calls, self._ids)
+        self._ids += ids
+        results = await asyncio.gather(*(self._result(call.name, call.arguments) for call in calls))
         return Step(
             [
-                {"role": "tool", "name": name, "tool_call_id": f"{number:09}", "content": result}
-                for number, ((name, _), result) in enumerate(zip(calls, results, strict=True))
+                {"role": "tool", "name": call.name, "tool_call_id": identity, "content": result}
+                for call, identity, result in zip(calls, ids, results, strict=True)
             ]
         )
 
@@ -133,17 +167,37 @@ def vllm_parser(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> 
     request = ChatCompletionRequest(messages=[], tools=json.loads(schemas), tool_choice="auto")
     parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
 
+    chat = Chat(tokenizer)
     special = "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))
 
     def plain(text: str) -> str:
         return re.sub(special, "", text) if special else text
 
     def parse(text: str) -> Calls:
+        marked, text = CALL_ID.findall(text), CALL_ID.sub("", text)
         for tried in dict.fromkeys((plain(text), text)):  # some families mark calls by special tokens
             parsed = parser.extract_tool_calls(tried, request)
             if parsed.tool_calls:
-                calls = [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
+                written = marked or _ids_in_json(tried)
+                others = written if len(written) == len(parsed.tool_calls) else []
+                calls = [call_of(call, tried, other) for call, other in zip_longest(parsed.tool_calls, others, fillvalue="")]
                 return Calls(plain(parsed.content or ""), calls)
         return Calls(plain(text), [])
 
+    def call_of(call: Any, text: str, other: str) -> Call:
+        own = call.id if call.id in text else other
+        return Call(call.function.name, call.function.arguments, own if own and chat.takes_id(own) else "")
+
     return parse
+
+
+def _ids_in_json(text: str) -> list[str]:
+    """Returns the ids of the JSON objects in a text: vLLM leaves out those of Mistral's calls."""
+    found, place, decoder = list[Any](), 0, json.JSONDecoder()
+    while (place := text.find("{", place)) >= 0:
+        try:
+            value, place = decoder.raw_decode(text, place)
+            found.append(value.get("id"))
+        except (ValueError, RecursionError):
+            place += 1
+    return [identity for identity in found if isinstance(identity, str)]

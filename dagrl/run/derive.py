@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, PolicyConfig, VllmConfig
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
@@ -24,6 +24,9 @@ from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -192,11 +195,23 @@ def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]]
     for source, tokens in sources.items():
         for token in tokens:
             named.setdefault(token, []).append(source)
+    _check_stop_strings(config.stop_strings, chat.tokenizer, named)
     key = f"{ROLLOUT}.stop_token_ids"
     derived.config = derived.config.with_keys({key: tuple(named)})
     derived.reasons[key] = "; ".join(
         f"{token} {chat.tokenizer.convert_ids_to_tokens(token)!r}: {', '.join(why)}" for token, why in named.items()
     )
+
+
+def _check_stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops: Container[int]) -> None:
+    """Raises ConfigError for a string with a special token, which vLLM leaves out of texts, unless it is one of `stops`."""
+    for number, token in tokenizer.added_tokens_decoder.items():
+        found = [text for text in strings if token.special and token.content in text]
+        if found and not (found == [token.content] and number in stops):
+            raise ConfigError(
+                f"{ROLLOUT}.stop_strings has {found[0]!r}, but {token.content!r} is a special token, which is left out of "
+                f"the texts in which they are looked for; remove it, or add {number} to {ROLLOUT}.stop_token_ids"
+            )
 
 
 def derive_steps(derived: Derived, demonstrations: int = 0, prompts: int = 0, pairs: int = 0) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dagrl.data.messages import THOUGHTS
 from dagrl.rl.generation import FinishedRequest
 
 Message = Mapping[str, Any]
@@ -178,16 +179,19 @@ def _row(path: Sequence[Answer], left: set[int]) -> Row:
 
 
 def message_key(message: Message) -> str:
-    """Returns a key by which a message is recognized when a client sends it back: role, text, tool calls, tool results.
+    """Returns a key by which a message is recognized when a client sends it back: role, text, thoughts, tool calls, results.
 
-    Clients add empty fields, strip texts, and write a call's JSON arguments in their own way.
+    Clients add empty fields, strip what the policy wrote, and write a call's JSON arguments in their own way.
     """
-    content = message.get("content") or ""
-    key: dict[str, Any] = {"role": message["role"], "content": content.strip() if isinstance(content, str) else content}
+    content, answered = message.get("content") or "", message["role"] == "assistant"
+    key: dict[str, Any] = {"role": message["role"], "content": content}
+    if answered and isinstance(content, str):
+        key["content"] = content.strip()
+    key |= {name: message[name] for name in THOUGHTS if message.get(name)}
     if calls := message.get("tool_calls"):
         key["tool_calls"] = [(call["function"]["name"], _parsed(call["function"]["arguments"] or {})) for call in calls]
     for name in ("name", "tool_call_id"):
-        if message["role"] != "assistant" and message.get(name):
+        if not answered and message.get(name):
             key[name] = message[name]
     return json.dumps(key, sort_keys=True)
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from dagrl.rl.agents.protocol import MODEL, ChatBody
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.tools import Call
 
-Calls = Sequence[tuple[str, str]]
-"""Tool calls: the name and the JSON arguments of each."""
+Calls = Sequence[tuple[str, Call]]
+"""Tool calls, each with its id."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,5 @@ class ChatFormat:
         return {"logprobs": {"content": content, "refusal": None}, **ids}
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+def _call(identity: str, call: Call) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -24,6 +24,7 @@ from dagrl.rl.agents.formats import Calls, ChatFormat
 from dagrl.rl.agents.protocol import MODEL, EndpointError, read_body
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.tools import call_ids, known_ids
 from dagrl.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -213,8 +214,10 @@ class _Reply:
         if self.format.body.offered_tools:
             whole = _before_stop(self.server.renderer.text(result.tokens, special=True), stops)
             parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, whole)
-            text, calls = parsed.text if parsed.calls else text, parsed.calls
-        functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+            text = parsed.text if parsed.calls else text
+            ids = call_ids(parsed.calls, known_ids(self.format.body.messages))
+            calls = [*zip(ids, parsed.calls, strict=True)]
+        functions = [{"function": {"name": call.name, "arguments": call.arguments}} for _, call in calls]
         key = message_key({"role": "assistant", "content": text, "tool_calls": functions})
         self.episode.record(self.turn, result, key)
         return text, calls

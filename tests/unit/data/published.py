@@ -207,7 +207,7 @@ MISTRAL3 = (
     "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
     "{% elif m.role == 'tool' %}{% if m.tool_call_id | default('') | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
     "[TOOL_RESULTS] {{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]"
-    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}]"
+    '{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{{ \', \' if not loop.last }}{% endfor %}]'
     "{{ eos_token }}{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL_TOKENS = (

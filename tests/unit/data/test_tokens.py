@@ -168,20 +168,23 @@ def sampled(kind: Kind, before: list[dict[str, Any]], text: str) -> list[int]:
 
 
 @kinds
-@pytest.mark.parametrize("end", ["the template's", "another", "none"])
+@pytest.mark.parametrize("end", ["the template's", "another", "text", "none"])
 def test_turns_are_joined_by_the_templates_own_text(kind: Kind, end: str) -> None:
-    chat = chat_of(tokenizer_of(kind))
+    """A special token that is a stop token is another end, such as a second EOS; text that is one is a part of the turn."""
+    tokenizer = copy.deepcopy(tokenizer_of(kind))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|other|>"]})
+    chat, other, text = chat_of(tokenizer), len(tokenizer) - 1, 5
     asked, answer, more = messages_of(["hello", "and it", "the hello"])
     turn = sampled(kind, [asked], "and it")
-    other = 5  # a configured stop token, which ended the turn in place of the template's end
-    turn = {"the template's": turn, "another": [*turn[:-1], other], "none": turn[:-1]}[end]
+    turn = {"the template's": turn, "another": [*turn[:-1], other], "text": [*turn[:-1], text], "none": turn[:-1]}[end]
     prompt = truth(kind, [asked], opened=True)
-    reply = reply_tokens(chat, turn, frozenset({other}), [more], (), 1000)
+    reply = reply_tokens(chat, turn, frozenset({other, text}), [more], (), 1000)
     whole = truth(kind, [asked, answer, more], opened=True)
     kept = len(prompt) + len(turn) - (end != "none")
     if whole[:kept] == [*prompt, *turn][:kept]:
         ended = kind.ends_between and (end == "the template's" or (end == "another" and chat.end.text != ""))
-        assert reply == whole[kept + ended :]
+        spaced = end == "text" and reply[1:] == whole[kept:]  # Llama 2's end has a space, which `turn` has before the text
+        assert reply[spaced:] == whole[kept + ended :]
     else:
         assert not (kind.again and kind.opens_alike) and reply == whole[-len(reply) :]
 
@@ -215,8 +218,6 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
     (turn,) = parts(row)
     assert [*prompt_tokens, *turn, *reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)] == requests[0]
     rest = requests[0][len(prompt_tokens) + len(turn) :]
-    opening = [turn[-1]] if kind.name in ("Gemma 4", "GLM-4.5") else []  # of a result, which also ends the call
-    assert reply_tokens(chat, [*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000) == [*opening, *rest]
     if kind.writes_end:
         assert reply_tokens(chat, turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
 
@@ -258,6 +259,19 @@ def test_replies_are_those_of_the_whole_conversation(kind: Kind) -> None:
         if kind.again and kind.opens_alike:
             assert following.whole() == whole
         assert list(following.tokens) == whole[-len(following.tokens) :]
+
+
+@pytest.mark.parametrize("end", ["</tool_call>", "<|endoftext|>"])
+def test_the_end_follows_a_stop_that_is_written_inside_of_turns(end: str) -> None:
+    """The policy stops after `</tool_call>`, and the template ends that turn; `<|endoftext|>` ends it as well."""
+    tokenizer = tokenizer_of(KINDS[0])
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}]
+    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer)
+    turn = [*parts(row)[0][:-1], tokenizer.eos_token_id] if end == "<|endoftext|>" else parts(row)[0][:-1]
+    assert tokenizer.convert_ids_to_tokens(turn[-1]) == end
+    whole = truth(KINDS[0], shown(KINDS[0], [*turns, RESULTS[0]]), TOOLS, opened=True)
+    closed = len(row) - 1 + (end == "<|endoftext|>")  # the last token of the row is <|im_end|>
+    assert reply_tokens(chat_of(tokenizer), turn, frozenset({turn[-1]}), RESULTS[:1], TOOLS, 1000) == whole[closed - 1 :]
 
 
 @pytest.mark.parametrize("name", ["Gemma 4", "gpt-oss", "GLM-4.5, TRL", "Apertus, tools", "Kimi K2"])
@@ -386,9 +400,6 @@ def test_a_turn_that_is_written_otherwise_before_others_is_not_repeated(
     assert before and after.startswith(end)
     reply = reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)
     assert tokenizer.decode(reply) == after.removeprefix(end)
-    assert tokenizer.decode(reply_tokens(chat, [*turn[:-1], 5], frozenset({5}), results, TOOLS, 1000)) == after.removeprefix(
-        end
-    )
     results[0]["content"] = "}"  # as the call has
     again = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True)).rpartition(closing)[2]
     assert tokenizer.decode(reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)) == again.removeprefix(end)

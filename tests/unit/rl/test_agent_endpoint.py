@@ -14,7 +14,7 @@ import pytest
 
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
-from dagrl.rl.agents.conversations import EpisodeRows, Row
+from dagrl.rl.agents.conversations import EpisodeRows, Row, message_key
 from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
@@ -88,10 +88,14 @@ class Served:
     """A server, one episode, and a client with its key."""
 
     def __init__(
-        self, tokenizer: Any = None, media: RolloutMedia | None = None, says: type[ScriptedGeneration] = ScriptedGeneration
+        self,
+        tokenizer: Any = None,
+        media: RolloutMedia | None = None,
+        says: type[ScriptedGeneration] = ScriptedGeneration,
+        parser: str = "hermes",
     ) -> None:
         self.tokenizer = tokenizer or merging_tokenizer()
-        renderer = Renderer(copy.deepcopy(self.tokenizer), "hermes", media=media)
+        renderer = Renderer(copy.deepcopy(self.tokenizer), parser, media=media)
         self.server = EndpointServer("127.0.0.1", 0, renderer, LIMITS, Inbox())
         self.server.start()
         self.generation = says(self.server.inbox, self.tokenizer)
@@ -339,3 +343,11 @@ def test_a_prompt_that_the_template_renders_twice_is_warned_of(
     assert [example["messages"] for example in given] == [[{"role": "user", "content": "1+2"}]] * 2
     assert turns.take() == [] and ("the chat template renders it twice" in caplog.text) == warned
     assert len(caplog.records) == warned, "once"
+
+
+def test_what_a_client_may_change_of_a_message() -> None:
+    """It strips answers of the policy. Other texts and thoughts are as given, and belong to the context."""
+    answer = {"role": "assistant", "content": "ab"}
+    assert message_key(answer) == message_key({**answer, "content": " ab\n", "tool_calls": None, "reasoning_content": ""})
+    others = [{**answer, "reasoning_content": "a"}, {"role": "user", "content": "ab"}, {"role": "user", "content": " ab"}]
+    assert len({*map(message_key, [answer, *others])}) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,14 @@ def test_an_end_of_turns_that_is_no_token_is_an_error(caplog: pytest.LogCaptureF
     derive_stops(told, several, {}, shown=True)
     derive_stops(told, chat_of(ended_by("")), {"config.json": [2]}, shown=True)
     assert "writes no end after an assistant turn" in caplog.text and "generation ends only with '<eos>'" in caplog.text
+
+
+@pytest.mark.parametrize(("string", "fits"), [("<|im_end|>", True), ("<unk>", False), ("1<|im_end|>", False), ("1|>", True)])
+def test_a_stop_string_has_no_special_token(string: str, fits: bool) -> None:
+    """They are left out of the text in which vLLM looks for it; one that stops anyway is no mistake."""
+    derived = Derived(minimal(policy={"generation": {"stop_strings": [string]}}))
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"is a special token, .*stop_token_ids"):
+        derive_stops(derived, chat_of(ended_by("<|im_end|>\n")), {}, shown=True)
 
 
 def test_each_difference_from_nemo_rl_has_a_reason() -> None:
