@@ -23,12 +23,16 @@ function shown(value, digits = 4) {
   return size !== 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
 }
 
-function ticks(low, high, count) {
+function tickStep(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
+  return [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough * (1 - 1e-9));
+}
+
+function ticks(low, high, count) {
+  const step = tickStep(low, high, count);
   const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-6; at += step) found.push(Number(at.toPrecision(12)));
+  for (let at = Math.ceil(low / step - 1e-6); at <= high / step + 1e-6; at += 1) found.push(Number((at * step).toPrecision(12)));
   return found;
 }
 
@@ -36,6 +40,8 @@ function scales(xs, ys) {
   let [left, right, low, high] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   if (left === right) right = left + 1;
   if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+  const step = tickStep(low, high, 4); // the ends are ticks
+  [low, high] = [Math.floor(low / step + 1e-6) * step, Math.ceil(high / step - 1e-6) * step];
   const x = (value) => LEFT + ((value - left) / (right - left)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   return { x, y, left, right, low, high };
@@ -68,9 +74,10 @@ function lineChart(title, series, axis) {
     }
   }
   follow(svg, scale, drawn, axis);
-  const legend = series.length > 1 ? h("div", { class: "legend" }, drawn.map((one) => legendItem(one.label, one.color, one.dashed))) : null;
-  const last = drawn[0].points.at(-1)[1];
-  return h("section", { class: "card chart", "data-title": title }, h("h2", {}, title, h("span", {}, shown(last))), svg, legend);
+  const last = (one) => shown(one.points.at(-1)[1]);
+  const legend = drawn.length > 1 ? h("div", { class: "legend" }, drawn.map((one) => legendItem(`${one.label} ${last(one)}`, one.color, one.dashed))) : null;
+  const value = legend ? null : h("span", {}, last(drawn[0]));
+  return h("section", { class: "card chart", "data-title": title }, h("h2", {}, title, value), svg, legend);
 }
 
 function legendItem(label, color, dashed, square) {

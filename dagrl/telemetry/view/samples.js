@@ -86,26 +86,37 @@ function linesTable(run, lines, chosen, step) {
   const rewards = lines.filter(hasReward).map((line) => line.reward);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   const tasks = lines.some((line) => line.task);
+  const same = Object.fromEntries([...new Set(lines.map((line) => line.task))].map((task) =>
+    [task, sharedStart(lines.filter((line) => line.task === task).map((line) => line.prompt))]));
   const heads = [step === null ? "step" : null, tasks ? "task" : null, "reward", "advantage", "KL", "tokens"].filter(Boolean);
   const title = step === null ? "KL outliers" : `Step ${step}`;
   return h("section", { class: "card samples" },
     h("h2", {}, RUNS.length > 1 ? `${ABOUT[run].name}: ${title}` : title, h("span", {}, `${lines.length} samples, mean reward ${shown(mean)}`)),
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", {}, head)), h("th", { class: "text" }, "prompt and completion"))),
-      h("tbody", {}, lines.map((line) => tableLine(run, line, line === chosen, step, tasks))))));
+      h("tbody", {}, lines.map((line) => tableLine(run, line, line === chosen, step, tasks, same[line.task]))))));
 }
 
-function tableLine(run, line, chosen, step, tasks) {
+// How many characters all texts begin with, up to a space, such as a system prompt's; 0 if they are equal.
+function sharedStart(texts) {
+  const [first, ...rest] = new Set(texts);
+  let count = 0;
+  while (rest.length && rest.every((text) => count < first.length && text[count] === first[count])) count += 1;
+  return rest.length ? first.slice(0, count).search(/\S*$/) : 0;
+}
+
+function tableLine(run, line, chosen, step, tasks, same) {
   const sign = line.advantage > 0 ? "up" : line.advantage < 0 ? "down" : null;
   const select = () => go({ [`row${run}`]: lineKey(line), source: run === 0 ? line.source : undefined });
   return h("tr", { class: chosen ? "line chosen" : "line", tabindex: 0, "data-row": line.row, onclick: select,
     onkeydown: (event) => { if (event.key === "Enter") select(); } },
     step === null ? h("td", {}, String(line.step)) : null,
     tasks ? h("td", {}, line.task) : null,
-    h("td", { title: rewardText(line) }, hasReward(line) ? shown(line.reward, 3) : line.failure ? "failed" : "none"),
+    h("td", { title: rewardText(line), class: line.failure ? "down" : null }, hasReward(line) ? shown(line.reward, 3) : line.failure ? "failed" : "none"),
     h("td", { class: sign }, shown(line.advantage, 3)),
     h("td", {}, shown(line.kl, 2)), h("td", {}, String(line.tokens)),
-    h("td", { class: "text", title: line.completion }, mark(line), h("span", { class: "dim" }, `${oneLine(line.prompt, 36)} `), oneLine(line.completion, 120)));
+    h("td", { class: "text", title: line.completion }, mark(line), h("span", { class: "dim" }, `${same ? "…" : ""}${oneLine(line.prompt.slice(same), 24)} `),
+      line.failure ? h("span", { class: "down" }, oneLine(line.failure, 120)) : oneLine(line.completion, 120)));
 }
 
 function hasReward(line) {
