@@ -53,9 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on the garbage collector runs, and leaves out what was imported."""
-    gc.freeze()
+    """From here on the garbage collector runs."""
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
+    # pytest attaches its handlers to each logger that does not propagate, six times a test. torch has 80 of them.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -70,13 +74,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Keeps the garbage collector from searching what earlier files imported again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
     """Commands set the level of their process, which here goes on with other tests."""
     ours = logging.getLogger("dagrl")
     level, propagate, handlers = ours.level, ours.propagate, list(ours.handlers)
     yield
-    ours.setLevel(level)
+    if ours.level != level:  # setting it clears the caches of all loggers
+        ours.setLevel(level)
     ours.propagate, ours.handlers[:] = propagate, handlers
 
 

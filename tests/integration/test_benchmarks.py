@@ -14,7 +14,7 @@ from dagrl.bench import train
 from dagrl.bench.harness import ROOT, run_process
 from dagrl.bench.overhead import PHASES, SIDES
 from dagrl.bench.refit_cases import TRIALS
-from dagrl.bench.report import commit
+from dagrl.bench.report import commit, plot
 from dagrl.cli.main import main
 from dagrl.errors import RunError
 
@@ -119,3 +119,10 @@ def test_rows_of_architectures(tmp_path: Path) -> None:
     assert all(rows[*one, tp]["passed"] for one in sources for tp in (1, 2)), rows
     missing = rows["NoSuchModel", "hf", 1]
     assert not missing["passed"] and "no model of this name" in missing["reason"]
+
+
+def test_rows_can_be_drawn_on_any_machine(tmp_path: Path) -> None:
+    """The first time on a machine, matplotlib asks a program which fonts there are."""
+    row = {"case": "chain", "side": "dagrl", "median_s": 2e-3, "low_s": 1e-3, "high_s": 4e-3}
+    plot([row, {**row, "side": "Ray graph"}, {**row, "case": "reduce"}], tmp_path / "rows.svg")
+    assert "Ray graph" in (tmp_path / "rows.svg").read_text()

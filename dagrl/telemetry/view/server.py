@@ -46,7 +46,7 @@ class ViewServer(ThreadingHTTPServer):
 def serving(runs: Sequence[RunView], host: str, port: int) -> Iterator[str]:
     """Serves during the block and gives it the address. Port 0: any free one."""
     with ViewServer(runs, host, port) as server:
-        thread = threading.Thread(target=server.serve_forever, name="view", daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="view", daemon=True)
         thread.start()
         try:
             yield server.address

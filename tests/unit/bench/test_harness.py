@@ -91,10 +91,10 @@ def test_the_deadline_leaves_out_what_would_not_end_in_time() -> None:
 
 def test_later_rounds_are_left_out(tmp_path: Path) -> None:
     def slow() -> dict[str, Turn]:
-        time.sleep(0.3)
-        return {"short": Turn([0.3])}
+        time.sleep(0.1)
+        return {"short": Turn([0.1])}
 
-    harness.run(options(tmp_path, "--deadline", "0.5", "--rounds", "9"), [contest({"ours": slow})])
+    harness.run(options(tmp_path, "--deadline", "0.15", "--rounds", "9"), [contest({"ours": slow})])
     report = json.loads((tmp_path / "rows.json").read_text())
     assert report["rows"][0]["rounds"] in (1, 2) and len(report["left_out"]) == 1
 

@@ -27,7 +27,7 @@ FP8 = torch.float8_e4m3fn
 Slices = list[list[WeightSlice]]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None:
     """Equals the whole model's quantization bit for bit; rejected exactly if a shard of either side splits a block."""

@@ -59,7 +59,7 @@ def test_all_ranks_get_the_planners_error() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     address = f"127.0.0.1:{reserve_port()}"
     with pytest.raises(ChannelError, match=r"^train rank 1, generation rank 0 did not meet train rank 0"):
-        meet(Meeting(address, "train", 0, 2, 0.5), rows(0, 3), dtype="float32")
+        meet(Meeting(address, "train", 0, 2, 0.2), rows(0, 3), dtype="float32")
 
 
 def test_a_call_that_fails_ends_the_meeting_of_all_ranks_at_once() -> None:

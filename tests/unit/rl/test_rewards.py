@@ -246,11 +246,11 @@ def test_a_function_of_single_samples_may_run_its_own_loop() -> None:
 
 def test_a_hanging_coroutine_fails_alone_without_a_retry(tmp_path: Path) -> None:
     noted = tmp_path / "calls"
-    with RewardRunner(RewardConfig(function=f"{__name__}:stuck", batched=False, timeout_s=1.0)) as runner:
+    with RewardRunner(RewardConfig(function=f"{__name__}:stuck", batched=False, timeout_s=0.5)) as runner:
         rewards = rewarded(runner, [str(noted)] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
     assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
-    assert (rewards.failed, rewards.message.partition(" (")[0]) == (1, "no answer within reward.timeout_s = 1 s")
+    assert (rewards.failed, rewards.message.partition(" (")[0]) == (1, "no answer within reward.timeout_s = 0.5 s")
 
 
 def test_a_single_sample_is_not_retried(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_a_stop_at_any_moment_loses_nothing(
 def test_a_resumed_run_with_fewer_steps_saves_the_remaining_groups(tmp_path: Path, turns: bool) -> None:
     """Its last step ends while quanta, rewards and the environment still work on groups of the removed steps."""
     left = 0
-    for seed in range(10):
+    for seed in range(6):
         config = slow(configuration(asynchronous(3, True), turns=turns, room=80))
         first = Run(config, seed, stop_at=6)
         state = first.train()

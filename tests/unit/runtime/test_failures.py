@@ -102,8 +102,9 @@ def failure_of(replay: PendingReplay, *groups: Any) -> PhaseError:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 0.3)
-    monkeypatch.setattr(failures, "RELEASE_S", 0.3)
+    monkeypatch.setattr(failures, "TURN_S", 0.02)
+    monkeypatch.setattr(failures, "GRACE_S", 0.1)
+    monkeypatch.setattr(failures, "RELEASE_S", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -151,30 +152,28 @@ class Stopped(Group):
 
 
 def test_a_worker_that_does_not_answer_hangs_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "QUESTION_S", 0.1)
+    monkeypatch.setattr(failures, "QUESTION_S", 0.05)
     group = Stopped(math.inf)
-    error = failure_of(replay(Shard(), hang_s=1.0), group)
+    error = failure_of(replay(Shard(), hang_s=0.1), group)
     assert [(failure.rank, failure.kind) for failure in error.failures] == [(1, "hung")]
     assert (group.aborted, group.killed) == ([0, 1], [1]), "its peer is released from their collective"
     assert "hung in phase 'train_step', replay 0: does not answer" in str(error) and "timeouts.hang_factor" in str(error)
 
 
 def test_a_worker_that_answers_late_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "QUESTION_S", 0.1)
+    monkeypatch.setattr(failures, "QUESTION_S", 0.05)
     group = Stopped(4, Shard())
-    assert outcome_of(replay(Shard("done", after_s=1.2), hang_s=1.0), group) == [Packet(HEADER, "done")]
+    assert outcome_of(replay(Shard("done", after_s=0.6), hang_s=0.5), group) == [Packet(HEADER, "done")]
     assert group.asked >= 5 and not group.killed
 
 
-def test_only_workers_inside_the_replay_can_hang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_workers_inside_the_replay_can_hang() -> None:
     group = Group(reports=(ELSEWHERE, BUSY, IDLE), stay=[1])
-    error = failure_of(replay(Shard(), hang_s=0.4), group)
+    error = failure_of(replay(Shard(), hang_s=0.1), group)
     assert [(failure.rank, failure.kind) for failure in error.failures] == [(1, "hung")]
     group = Group(reports=(ELSEWHERE, IDLE, IDLE))
     with pytest.raises(DeadlineError, match="no result yet"):
-        outcome_of(replay(Shard(), hang_s=0.2), group, until=time.monotonic() + 1.0)
+        outcome_of(replay(Shard(), hang_s=0.1), group, until=time.monotonic() + 0.4)
     assert not group.killed
 
 
@@ -183,7 +182,7 @@ def test_busy_workers_that_cannot_answer_do_not_hang() -> None:
     group = Group(reports=(NO_ANSWER, NO_ANSWER, IDLE))
     group.answers_while_busy = False
     with pytest.raises(DeadlineError, match="no result yet"):
-        outcome_of(replay(Shard(), hang_s=0.2), group, until=time.monotonic() + 0.6)
+        outcome_of(replay(Shard(), hang_s=0.1), group, until=time.monotonic() + 0.3)
 
 
 def test_hangs_do_not_count_time_while_the_driver_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +320,9 @@ def test_peers_of_a_worker_that_raised_are_released_but_not_killed(deadline_s: f
 
 
 def test_other_shards_get_the_grace_time_after_a_failure() -> None:
-    """They get longer than after a broken graph (0.3 s here). They are not aborted, and no graph is broken."""
+    """They get longer than after a broken graph (0.1 s here). They are not aborted, and no graph is broken."""
     group = Group(reports=(BUSY, BUSY, IDLE))
-    error = failure_of(replay(Shard(arrived=[raised_in(group)], outcome="done", after_s=1.0), grace_s=60.0), group)
+    error = failure_of(replay(Shard(arrived=[raised_in(group)], outcome="done", after_s=0.4), grace_s=60.0), group)
     assert [failure.kind for failure in error.failures] == ["raised"] and not error.breaks
     assert (group.aborted, group.killed) == ([], [])
 
@@ -331,7 +330,7 @@ def test_other_shards_get_the_grace_time_after_a_failure() -> None:
 def test_nothing_waits_for_other_shards_once_a_graph_is_lost() -> None:
     """One worker raised, another died: waiting cannot save the replay."""
     group = Group(reports=(BUSY, DIED, IDLE))
-    shards = Shard(arrived=[raised_in(group)]), Shard(RayActorError(), after_s=0.3)
+    shards = Shard(arrived=[raised_in(group)]), Shard(RayActorError(), after_s=0.1)
     started = time.monotonic()
     error = failure_of(replay(*shards, grace_s=600.0), group)
     assert time.monotonic() - started < 60.0
