@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -83,27 +83,54 @@ class MemberError(Exception):
     """A worker raised this: class, message, and place in the code."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """What rows of an architecture have in common: its directory, further keys, a batch, what kinds of steps it takes (those
+    of plain torch in `truth`), keys of packing, and whether vLLM generates."""
+
+    model: Path
+    batch: Batch
+    truth: Sequence[tuple[float, float]]
+    kinds: Sequence[str]
+    packing: Mapping[str, Any]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    generates: bool = True
+
+    def config(self, layout: str, packing: Mapping[str, Any]) -> Config:
+        """Returns the configuration of a run in a layout."""
+        return make_config(self.model, LAYOUTS[layout], packing).with_keys(self.keys)
+
+
+Prepare = Callable[[str, Path], Case]
+"""Writes an architecture's tiny model below a directory. Raises NoTinyConfigError if there is none."""
+
+
 def main() -> None:
-    """Writes a row for each architecture and layout as soon as it is done."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--names", nargs="+")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    options = parser.parse_args()
-    os.environ.update(vllm_environment(make_config(Path(), {}, {})), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    torch.set_num_threads(1)
+    """Tries all text architectures."""
+    os.environ.update(vllm_environment(make_config(Path(), {}, {})))
     import_vllm({})
     from vllm.model_executor.models import registry
 
+    run_table(str(__doc__), list(registry._TEXT_GENERATION_MODELS), list(LAYOUTS), _text_case)
+
+
+def run_table(document: str, names: Sequence[str], layouts: Sequence[str], prepare: Prepare) -> None:
+    """Reads the command line, and writes a row for each architecture and layout as soon as it is done."""
+    parser = argparse.ArgumentParser(description=document.partition("\n")[0])
+    parser.add_argument("--names", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    options = parser.parse_args()
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    torch.set_num_threads(1)
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
-    names = list(registry._TEXT_GENERATION_MODELS)
     rows = {name: [TrainRow(**row) for row in known if row["architecture"] == name] for name in names}
     for name in options.names or names:
         wanted = [layout for layout in options.layouts if options.names or layout not in {row.layout for row in rows[name]}]
         if not wanted:
             continue
-        tried = try_architecture(name, wanted, options.seconds)
+        tried = try_architecture(name, wanted, options.seconds, prepare)
         kept = [row for row in rows[name] if row.layout not in wanted]
         rows[name] = sorted((*kept, *tried), key=lambda row: [*LAYOUTS].index(row.layout))
         for row in tried:
@@ -116,57 +143,65 @@ def main() -> None:
     sys.stdout.write(f"{sum(row.passed for row in done)} of {len(done)} passed\n")
 
 
-def try_architecture(name: str, layouts: Sequence[str], seconds: float) -> list[TrainRow]:
+def try_architecture(name: str, layouts: Sequence[str], seconds: float, prepare: Prepare) -> list[TrainRow]:
     """Returns a row for each layout. A crash or a hang is a reason like any other."""
     with tempfile.TemporaryDirectory() as root:
-        reason = run_forked(_train_all, (name, layouts, Path(root)), seconds)
+        reason = run_forked(_train_all, (name, layouts, Path(root), prepare), seconds)
         report = Path(root, "rows.json")
         rows = [TrainRow(**row) for row in json.loads(report.read_text())] if report.exists() else []
     done = {row.layout for row in rows}
     return rows + [TrainRow(name, layout, False, reason) for layout in layouts if layout not in done]
 
 
-def _train_all(name: str, layouts: Sequence[str], root: Path) -> None:
+def _train_all(name: str, layouts: Sequence[str], root: Path, prepare: Prepare) -> None:
     """Writes `rows.json` in `root`, with a row for each layout as soon as it is done."""
-    model = root / "model"
+    case: Case | None = None
+    reason = ""
     try:
-        tiny_model(name, seed=0).float().save_pretrained(model)  # type: ignore[operator]
-        truth: Any = plain_steps(model)
+        case = prepare(name, root)
     except NoTinyConfigError as error:
-        truth = str(error)
+        reason = str(error)
     except Exception as error:
-        truth = reason_of(error)
+        reason = reason_of(error)
     rows: list[TrainRow] = []
     for layout in layouts:
-        rows.append(TrainRow(name, layout, False, truth) if isinstance(truth, str) else _row(name, layout, model, truth))
+        rows.append(TrainRow(name, layout, False, reason) if case is None else _row(name, layout, case))
         (root / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
 
 
-def _row(name: str, layout: str, model: Path, truth: Sequence[tuple[float, float]]) -> TrainRow:
+def _text_case(name: str, root: Path) -> Case:
+    model = root / "model"
+    tiny_model(name, seed=0).float().save_pretrained(model)  # type: ignore[operator]
+    return Case(model, make_batch(), plain_steps(model), STEPS, PACKED)
+
+
+def _row(name: str, layout: str, case: Case) -> TrainRow:
     differences: list[float] = []
     divergences: list[float] = []
     reason = ""
-    for packing in ({}, PACKED):
-        config = make_config(model, LAYOUTS[layout], packing)
-        if refusal := run_forked(FsdpWorker.check, (config, read_hf_config(model))):  # apart: DTensor keeps its mesh
+    for packing in ({}, case.packing):
+        config = case.config(layout, packing)
+        if refusal := run_forked(FsdpWorker.check, (config, read_hf_config(case.model))):  # apart: DTensor keeps its mesh
             if packing and "sequence_packing" in refusal:
                 reason = "padded rows alone: layers have a state"
                 break
             return TrainRow(name, layout, False, refusal)
         try:
-            steps, kl = sharded_steps(config, generates=not packing)
+            steps, kl = sharded_steps(config, case, generates=case.generates and not packing)
         except MemberError as error:
             if packing and "see each other" in str(error):  # so do workers when they start
                 reason = "padded rows alone: transformers' masks of this class do not tell packed sequences apart"
                 break
             return TrainRow(name, layout, False, str(error))
-        difference, wrong = compare(steps, truth)
+        difference, wrong = compare(steps, case.truth)
         if wrong:
             return TrainRow(name, layout, False, f"{'packed' if packing else 'padded'}: {wrong}")
         differences.append(difference)
         if isinstance(kl, str):
             return TrainRow(name, layout, False, f"trains; does not generate: {kl}", max(differences))
         divergences += kl
+    if not divergences:
+        return TrainRow(name, layout, True, reason, max(differences))
     before, *after = divergences
     if max(after) > LARGEST_KL:
         reason = f"gen_kl_error is {max(after):.1e} after refits, {before:.1e} with the weights that vLLM has loaded itself"
@@ -332,16 +367,16 @@ def together(called: Sequence[Member], method: str, arguments: Sequence[tuple[An
     return results
 
 
-def sharded_steps(config: Config, *, generates: bool) -> tuple[list[tuple[float, float]], list[float] | str]:
+def sharded_steps(config: Config, case: Case, *, generates: bool) -> tuple[list[tuple[float, float]], list[float] | str]:
     """Returns the same numbers of the steps of FSDP workers, and `gen_kl_error` in `COMPARED`, or why there is none."""
-    layout, batch = config.policy.train_layout, make_batch()
+    layout, batch = config.policy.train_layout, case.batch
     shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
     steps: list[tuple[float, float]] = []
     divergences: list[float] | str = []
     with ExitStack() as stack:
         ranks = stack.enter_context(members(FsdpWorker, config, layout))
         engine: Member | None = None
-        for number, kind in enumerate(("", *STEPS)):
+        for number, kind in enumerate(("", *case.kinds)):
             if kind:
                 own = [(shards[layout.coordinates(rank).dp], kind) for rank in range(layout.world_size)]
                 step = merge_step_metrics(together(ranks, "train_step", own)).flat()

@@ -10,14 +10,8 @@ process, row by row, on what the model's own processor makes of text and images:
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
-import os
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.image_models import MODELS, make_image_model
-from dagrl.bench.train_architectures import (
-    LAYOUTS,
-    MemberError,
-    TrainRow,
-    adam_steps,
-    compare,
-    make_config,
-    members,
-    together,
-)
-from dagrl.config import Config
+from dagrl.bench.train_architectures import Case, adam_steps, make_config, run_table
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.media import MEDIA, MediaProcessor, MediaStore, Medium, id_of
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.split import split_rows
-from dagrl.telemetry.metrics import merge_step_metrics
 from dagrl.telemetry.record import RunPaths
-from dagrl.workers.fsdp import FsdpWorker
 
-LAYOUT = "dp2"
 WIDTH = 512
 PACKED = {"enabled": True, "train_mb_tokens": 2 * WIDTH, "logprob_mb_tokens": 2 * WIDTH}
 PICTURES = [[(40, 70)], [], [(64, 64), (33, 90)], [(96, 32)]]
@@ -54,67 +33,20 @@ PICTURES = [[(40, 70)], [], [(64, 64), (33, 90)], [(96, 32)]]
 
 
 def main() -> None:
-    """Writes a row for each architecture as soon as it is done."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--names", nargs="+", choices=MODELS)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    options = parser.parse_args()
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    torch.set_num_threads(1)
-    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
-    rows = {row["architecture"]: TrainRow(**row) for row in known}
-    for name in options.names or [name for name in MODELS if name not in rows]:
-        with tempfile.TemporaryDirectory() as root:
-            reason = run_forked(_train, (name, Path(root)), options.seconds)
-            report = Path(root, "row.json")
-            row = TrainRow(**json.loads(report.read_text())) if report.exists() else TrainRow(name, LAYOUT, False, reason)
-        rows[name] = row
-        sys.stdout.write(f"{'passed' if row.passed else 'FAILED'} {row.architecture} {row.reason}\n")
-        sys.stdout.flush()
-        if options.json:
-            text = ",\n".join(json.dumps(asdict(rows[name])) for name in MODELS if name in rows)
-            options.json.write_text(f"[\n{text}\n]\n")
-    sys.stdout.write(f"{sum(row.passed for row in rows.values())} of {len(rows)} passed\n")
+    """Tries all models with images."""
+    run_table(str(__doc__), list(MODELS), ["dp2"], _case)
 
 
-def _train(name: str, root: Path) -> None:
-    try:
-        row = _row(name, root)
-    except Exception as error:
-        row = TrainRow(name, LAYOUT, False, reason_of(error))
-    (root / "row.json").write_text(json.dumps(asdict(row)))
-
-
-def _row(name: str, root: Path) -> TrainRow:
+def _case(name: str, root: Path) -> Case:
     model, processor = make_image_model(name, seed=0)
     model.save_pretrained(root / "model")
     processor.save_pretrained(root / "model")
-    batch, inputs = make_rows(
-        MediaProcessor(processor), MediaStore(RunPaths.of(_config(root, {})).media, _config(root, {}).data.images)
-    )
-    truth = adam_steps(model, _config(root, {}).policy.optimizer, [lambda: _plain_loss(model, batch, inputs)] * 3)
-    differences, reason = list[float](), ""
-    for packing in ({}, PACKED):
-        try:
-            steps = sharded_steps(_config(root, packing), batch)
-        except MemberError as error:
-            if packing and "see each other" in str(error):  # so do workers when they start
-                reason = "padded rows alone: transformers' masks of this class do not tell packed sequences apart"
-                break
-            return TrainRow(name, LAYOUT, False, f"{'packed' if packing else 'padded'}: {error}")
-        difference, wrong = compare(steps, truth)
-        if wrong:
-            return TrainRow(name, LAYOUT, False, f"{'packed' if packing else 'padded'}: {wrong}")
-        differences.append(difference)
-    return TrainRow(name, LAYOUT, True, reason, max(differences))
-
-
-def _config(root: Path, packing: Mapping[str, Any]) -> Config:
-    config = make_config(root / "model", LAYOUTS[LAYOUT], packing)
-    return config.with_keys(
-        {"output_dir": str(root), "data.images.enabled": True, "policy.max_total_sequence_length": WIDTH}
-    )
+    keys = {"output_dir": str(root), "data.images.enabled": True, "policy.max_total_sequence_length": WIDTH}
+    config = make_config(root / "model", {}, {}).with_keys(keys)
+    store = MediaStore(RunPaths.of(config).media, config.data.images)
+    batch, inputs = make_rows(MediaProcessor(processor), store)
+    truth = adam_steps(model, config.policy.optimizer, [lambda: _plain_loss(model, batch, inputs)] * 3)
+    return Case(root / "model", batch, truth, ("likelihood",) * 3, PACKED, keys, generates=False)
 
 
 def make_rows(processor: MediaProcessor, store: MediaStore) -> tuple[Batch, list[dict[str, Tensor]]]:
@@ -158,18 +90,6 @@ def _plain_loss(model: Any, batch: Batch, inputs: Sequence[Mapping[str, Tensor]]
         logprobs = logits.log_softmax(-1).gather(-1, made["input_ids"][0, 1:, None])[:, 0]
         total = total - (logprobs * torch.tensor(batch["loss_mask"][row, 1 : len(logprobs) + 1])).sum()
     return total / batch.number("global_valid_tokens")
-
-
-def sharded_steps(config: Config, batch: Batch) -> list[tuple[float, float]]:
-    """Returns loss and gradient norm of each step of FSDP workers."""
-    layout, steps = config.policy.train_layout, []
-    shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
-    with members(FsdpWorker, config, layout) as ranks:
-        for _ in range(3):
-            own = [(shards[layout.coordinates(rank).dp], "likelihood") for rank in range(layout.world_size)]
-            step = merge_step_metrics(together(ranks, "train_step", own)).flat()
-            steps.append((step["loss"], step["grad_norm"]))
-    return steps
 
 
 if __name__ == "__main__":

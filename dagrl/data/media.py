@@ -418,8 +418,8 @@ class MediaProcessor:
             self._replacements([(64, 64)])
         except (AttributeError, NotImplementedError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{type(processor).__name__} does not say which tokens stand for an image ({type(error).__name__}: "
-                f"{error}); use a model whose processor is transformers' own"
+                f"{type(processor).__name__} does not say what it writes for an image, by return_text_replacement_offsets "
+                f"({type(error).__name__}: {error}); use a model whose processor does"
             ) from error
 
     def before(self, text: str, encoder: TextEncoder) -> list[int]:

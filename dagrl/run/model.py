@@ -345,9 +345,11 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
         tokens["text_config"] = {**text, **tokens}
     try:
         hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
-        makes = (
-            AutoModelForCausalLM if type(hf_config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-        )
+        autos = [AutoModelForCausalLM, AutoModelForImageTextToText]
+        known = [auto for auto in autos if type(hf_config) in auto._model_mapping]
+        # Of some models with images transformers also has the language model alone.
+        named = [auto for auto in known if auto._model_mapping[type(hf_config)].__name__ in (hf_config.architectures or ())]
+        makes, *_ = *named, *known, AutoModelForCausalLM
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(init.seed)
             return cast("PreTrainedModel", makes.from_config(hf_config, dtype=torch.float32))

@@ -35,14 +35,18 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def find_class(policy: PolicyConfig, config: Any, *, scalar: bool) -> type[Any]:
-    """Returns the class with a language model's head, or, if `scalar`, with one number per token."""
+    """Returns the class with a language model's head, or, if `scalar`, with one number per token.
+
+    Of some models with images transformers also has the language model alone; `architectures` says which one it is.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     kinds = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    kind: type[Any] | None = kinds._model_mapping.get(type(config), None)
-    if kind is None and not scalar:
-        kind = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    every = [kinds] if scalar else [kinds, AutoModelForImageTextToText]
+    known: list[type[Any]] = [auto._model_mapping[type(config)] for auto in every if type(config) in auto._model_mapping]
+    named = [one for one in known if one.__name__ in (config.architectures or ())]
+    kind = next(iter([*named, *known]), None)
     own = getattr(config, "auto_map", None) or {}
     if kind is None and kinds.__name__ in own and policy.fsdp_cfg.trust_remote_code:
         kind = get_class_from_dynamic_module(own[kinds.__name__], policy.model_name)

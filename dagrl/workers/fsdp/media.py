@@ -1,7 +1,7 @@
 """What a model's forward pass takes for the images of a microbatch: pixels, grids, types of tokens and positions.
 
 The images are those whose tokens are in the microbatch (`dagrl.data.media`), row by row. The model's own processor makes the
-tensors of all of them at once, as for one conversation. Imported only where torch is.
+tensors of all of them at once, each sequence a conversation. Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import count, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,8 +53,12 @@ class MediaInputs:
     def __init__(self, base: nn.Module, processor: ProcessorMixin, open_image: Callable[[int], Image]) -> None:
         self._base: Any = base
         self._processor, self._open_image = processor, open_image
+        tokenizer: Any = processor.tokenizer
+        if tokenizer.pad_token is None:  # texts are padded to the longest, and read by nobody
+            tokenizer.pad_token = tokenizer.eos_token
         self._made = MediaCache(self._alone, lambda tensors: sum(one.nbytes for one in tensors.values()))
-        self._joins: bool | None = None  # whether tensors of several images are those of each, one after the other
+        # Whether tensors of several images are those of each, one after the other; and if a sequence has several of them.
+        self._joins: dict[bool, bool] = {}
         self._given: tuple[Tensor, Tensor] | None = None
         embedding: nn.Module = cast(Any, base).get_input_embeddings()
         embedding.register_forward_pre_hook(self._embed_as_given)
@@ -68,10 +73,12 @@ class MediaInputs:
         arguments: dict[str, Any] = {name: types for name in TYPES if name in self._known}
         # Sequences of a row are told apart by positions of text, next to which models with others want their own.
         arguments["position_ids"] = positions[None].expand(4, *positions.shape) if self._ropes else positions
-        firsts = (-media[media < 0]).tolist()
-        if not firsts:
+        firsts, sequences = media < 0, (positions == 0).flatten().cumsum(0).view(positions.shape)
+        shown = zip(sequences[firsts].tolist(), (-media[firsts]).tolist(), strict=True)
+        groups = [[medium for _, medium in own] for _, own in groupby(shown, key=itemgetter(0))]
+        if not groups:
             return arguments
-        arguments |= {name: value.to(tokens.device) for name, value in self._tensors(firsts).items()}
+        arguments |= {name: value.to(tokens.device) for name, value in self._tensors(groups).items()}
         if self._ropes:
             arguments["position_ids"] = self._rope_positions(tokens, positions, media, arguments)
         return arguments
@@ -101,32 +108,34 @@ class MediaInputs:
         """Returns 0, computed from a blank image: without any, a rank takes part in the vision tower's collectives too."""
         from PIL import Image
 
-        blank = {name: value.to(device) for name, value in self._processed([Image.new("RGB", BLANK)]).items()}
+        blank = {name: value.to(device) for name, value in self._processed([[Image.new("RGB", BLANK)]]).items()}
         features = self._base.get_image_features(**blank, return_dict=True)
         parts = features.pooler_output
         whole: Tensor = parts if isinstance(parts, Tensor) else torch.cat([*parts])
         deep = [part for layer in getattr(features, "deepstack_features", None) or () for part in layer]
         return sum([one.sum() for one in deep], whole.sum()) * 0.0
 
-    def _tensors(self, media: list[int]) -> dict[str, Tensor]:
-        """Returns what the processor makes of the images of one row, which need no padding, as far as the model takes it.
+    def _tensors(self, media: list[list[int]]) -> dict[str, Tensor]:
+        """Returns what the processor makes of the images of each sequence that has some, as far as the model takes it.
 
-        Those of each image are kept, if the processor puts them one after the other; the first row with several images says.
+        Those of each image are kept, if the processor puts them one after the other; the first microbatch with several says.
         """
-        joined = None if self._joins is False else _joined([self._made(medium) for medium in media])
-        if joined is not None and (self._joins or len(media) == 1):
+        several, every = any(len(own) > 1 for own in media), [medium for own in media for medium in own]
+        joins = self._joins.get(several)
+        joined = None if joins is False else _joined([self._made(medium) for medium in every])
+        if joined is not None and (joins or len(every) == 1):
             return joined
-        whole = self._processed([self._open_image(medium) for medium in media])
-        if self._joins is None and len(media) > 1:
-            self._joins = joined is not None and all(torch.equal(whole[name], joined[name]) for name in whole)
+        whole = self._processed([[self._open_image(medium) for medium in own] for own in media])
+        if joins is None:
+            self._joins[several] = joined is not None and all(torch.equal(whole[name], joined[name]) for name in whole)
         return whole
 
     def _alone(self, medium: int) -> dict[str, Tensor]:
-        return self._processed([self._open_image(medium)])
+        return self._processed([[self._open_image(medium)]])
 
-    def _processed(self, images: list[Image]) -> dict[str, Tensor]:
-        text = str(self._processor.image_token) * len(images)  # InternVL's takes no images without
-        output = self._processor(text=[text], images=[images], return_tensors="pt")
+    def _processed(self, images: list[list[Image]]) -> dict[str, Tensor]:
+        texts = [str(self._processor.image_token) * len(own) for own in images]  # InternVL's takes no images without
+        output = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
         return {name: value for name, value in output.items() if name in self._known and name not in TYPES}
 
     def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, arguments: dict[str, Any]) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -170,7 +170,7 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    reordered = reordered_patterns(root.net)
+    reordered = reordered_patterns(root.net, [name for name, *_ in report["mismatched_keys"]])
     if reordered:
         plain = kind.from_pretrained(directory, config=config, dtype=dtype)  # in host memory
         for name, parameter in root.net.named_parameters():
@@ -235,18 +235,22 @@ def init_scalar_head(root: HiddenStates, seed: int) -> None:
     fill(SCALAR_HEAD, weight, torch.empty(weight.shape).normal_(0, root.net.config.initializer_range, generator=generator))
 
 
-def reordered_patterns(model: PreTrainedModel) -> list[str]:
-    """Returns patterns of the parameters that transformers joins or cuts along dimension 0 while it reads a checkpoint.
+def reordered_patterns(model: PreTrainedModel, mismatched: Collection[str]) -> list[str]:
+    """Returns patterns of the parameters that transformers does not read right into shards.
 
-    It does so with the rows that each rank has read (`core_model_loading.py` of 5.19), which are then others than its own.
+    Those that it joins or cuts along dimension 0 (`core_model_loading.py` of 5.19): it does so with the rows that each rank
+    has read, which are then others than its own. And of the `mismatched` ones those that it transposes if they have another
+    shape than the whole parameter, as a rank's rows always have.
     """
-    transforms, operations = get_model_conversion_mapping(model), (Chunk, Concatenate, Interleave)
-    return [
-        re.escape(pattern).replace(r"\*", r"\d+")
-        for transform in transforms
-        if any(isinstance(step, operations) and step.dim == 0 for step in getattr(transform, "operations", ()))
-        for pattern in transform.target_patterns
-    ]
+    operations, patterns = (Chunk, Concatenate, Interleave), []
+    for transform in get_model_conversion_mapping(model):
+        own = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in transform.target_patterns]
+        for step in getattr(transform, "operations", ()):
+            if isinstance(step, operations) and step.dim == 0:
+                patterns += own
+            elif getattr(step, "check_dims", False):
+                patterns += [pattern for pattern in own if any(re.search(pattern, name) for name in mismatched)]
+    return patterns
 
 
 def fill(name: str, parameter: DTensor, whole: Tensor) -> None:

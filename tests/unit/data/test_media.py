@@ -408,7 +408,7 @@ def test_a_processor_that_hides_what_it_writes_is_refused() -> None:
         tokenizer = processor_of(FAMILIES[0]).tokenizer
         image_token = "<|image_pad|>"  # noqa: S105
 
-    with pytest.raises(ConfigError, match="Opaque does not say which tokens stand for an image"):
+    with pytest.raises(ConfigError, match="Opaque does not say what it writes for an image"):
         MediaProcessor(Opaque())  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.config import Config
+from dagrl.config import Config, PolicyConfig
 from dagrl.data.media import MediaCache, MediaProcessor, open_medium
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
@@ -207,6 +207,38 @@ def test_images_are_processed_once_where_the_processor_treats_each_alone(family:
         2 * len(media) if family.name == "Idefics3" else 0
     )  # it puts the tiles of a row's images in a dimension of their own
     assert len(opened) == 2 * len(media) + again
+
+
+def test_a_sequence_with_one_image_is_cut_as_its_processor_cuts_one() -> None:
+    """LLaVA-OneVision's cuts it into tiles, and several images of a conversation not."""
+    from PIL import Image
+
+    from dagrl.bench.image_models import make_image_model
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.output import base_of
+
+    model, processor = make_image_model("LlavaOnevisionForConditionalGeneration", seed=0)
+    images = {number: Image.new("RGB", (70, 40), (60 * number, 90, 30)) for number in (1, 2, 3)}
+    inputs = MediaInputs(base_of(model), processor, images.__getitem__)
+    media = torch.tensor([[-1, 1, 0, -2, -3, 0]])
+    found = inputs.arguments(torch.zeros_like(media), torch.tensor([[0, 1, 2, 0, 1, 2]]), media)
+    whole = processor(
+        text=["<image>", "<image><image>"], images=[[images[1]], [images[2], images[3]]], return_tensors="pt", padding=True
+    )
+    assert found["batch_num_images"].tolist() == [1, 2]
+    torch.testing.assert_close(found["pixel_values"], whole["pixel_values"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Llama4"])
+def test_the_class_is_the_one_that_a_checkpoint_names(kind: str) -> None:
+    import transformers
+
+    from dagrl.workers.fsdp.architecture import find_class
+
+    config = getattr(transformers, f"{kind}Config")()
+    for name in (f"{kind}ForConditionalGeneration", f"{kind}ForCausalLM"):
+        config.architectures = [name]
+        assert find_class(PolicyConfig(), config, scalar=False).__name__ == name
 
 
 def test_a_cache_keeps_the_latest_images_within_its_bytes() -> None:
