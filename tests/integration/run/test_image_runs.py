@@ -257,10 +257,11 @@ def check_screens(family: Family, run: Path) -> None:
         parts = [turn for turn in row["turns"] if turn["role"] == "environment"]
         messages = [*turns_of(family, [question]), answer]
         for number, part in enumerate(parts):
-            before = len(tokens_of(family, messages, opened=False)) - 1  # the newline after the end of the turn
+            *_, end, newline = whole = tokens_of(family, messages, opened=False)
             messages.append(shown[number])
-            expected = tokens_of(family, messages, opened=True)[before:]
-            assert list(row["tokens"][part["start"] : part["end"]]) == expected
+            expected = [newline, *tokens_of(family, messages, opened=True)[len(whole) :]]
+            ended = row["tokens"][part["start"] - 1] == end  # else another stop token did, and the end of the turn follows
+            assert list(row["tokens"][part["start"] : part["end"]]) == [*[end] * (not ended), *expected]
             messages.append(answer)
         names = row["media"]
         assert len(names) == 1 + len(parts)
