@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dagrl.config import EnvironmentConfig, Json
 from dagrl.data import replies
 from dagrl.data.chat import chat_of
+from dagrl.data.media import shows_images
 from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package
@@ -177,8 +178,11 @@ class EnvironmentRunner:
     def _reply(self, question: Question, answer: Any) -> Reply:
         if isinstance(answer, Failed):
             return Reply(None, FAILED, answer.message)
-        if self._media is not None and isinstance(answer.reply, list):
-            answer = replace(answer, reply=self._media.keep(answer.reply))
+        if isinstance(answer.reply, list):
+            if self._media is not None:
+                answer = replace(answer, reply=self._media.keep(answer.reply))
+            elif any(map(shows_images, answer.reply)):
+                return Reply(None, FAILED, "its reply has images; for a model that takes some, set data.images.enabled=true")
         if not question.turns:
             return self._opening(question.prompt, answer)
         return Reply(answer.reply, reward=answer.reward)

@@ -2,8 +2,8 @@
 
 A tool is a function with type hints and a docstring in Google's style, from which transformers makes its JSON schema for the
 chat template. vLLM's parser of the model's family (`environment.tool_parser`) finds the calls in a turn. A call that fails,
-or whose arguments are not valid, is answered with the error, so that the policy can try again. A turn without calls ends
-the sequence.
+or whose arguments are not valid, is answered with the error, so that the policy can try again. A tool may also return an
+image of Pillow, or parts of a message with images. A turn without calls ends the sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.data.chat import Chat
+from dagrl.data.media import IMAGE, shows_images
 from dagrl.data.messages import Messages
 from dagrl.errors import ConfigError, error_text
 from dagrl.imports import load_callable
@@ -134,7 +136,7 @@ class ToolEnvironment:
             ]
         )
 
-    async def _result(self, name: str, arguments: str) -> str:
+    async def _result(self, name: str, arguments: str) -> str | list[Any]:
         function = self._tools.get(name)
         if function is None:
             return f"error: there is no tool {name!r}; there are: {', '.join(self._tools)}"
@@ -147,6 +149,11 @@ class ToolEnvironment:
                 result = await asyncio.to_thread(function, **keywords)
         except Exception as error:  # of the policy's arguments, or of the tool
             return f"error: {error_text(error)}"
+        pillow = sys.modules.get("PIL.Image")
+        if pillow is not None and isinstance(result, pillow.Image):
+            return [{**IMAGE, "image": result}]
+        if isinstance(result, list) and shows_images({"content": result}):
+            return result
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 

@@ -20,13 +20,14 @@ from dagrl.config import Config, EnvironmentConfig, ImagesConfig
 from dagrl.data.chat import chat_of
 from dagrl.data.media import IMAGE, MediaProcessor, MediaStore, Medium, RowMedia, id_of, ids_in
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.environments import EnvironmentRunner, Step
+from dagrl.rl.environments import EnvironmentRunner, Question, Step
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.media import RolloutMedia
 from dagrl.rl.rollout.agent_turns import set_conversations
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, token_rows
 from dagrl.rl.rollout.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.rl.rollout.turns import EnvironmentTurns
+from dagrl.rl.tools import Call, Calls
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 from tests.unit.data.test_media import ANSWER, QUESTION, SIZES, folder, image, picture, png, text, truth  # noqa: F401
 from tests.unit.rl.in_process import in_process  # noqa: F401
@@ -101,10 +102,11 @@ def sampled(family: Family, messages: Sequence[dict[str, Any]]) -> list[int]:
     return turn[: turn.index(end) + 1]
 
 
-def play(name: str, media: RolloutMedia, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Episode:
-    """Plays an episode with these turns of the policy."""
+def play(settings: EnvironmentConfig | str, media: RolloutMedia, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Episode:
+    """Plays an episode with these turns of the policy, in an environment of this file or in a configured one."""
     tokenizer = media.processor.tokenizer
-    settings = EnvironmentConfig(function=f"{__name__}:{name}", max_turns=9)
+    if isinstance(settings, str):
+        settings = EnvironmentConfig(function=f"{__name__}:{settings}", max_turns=9)
     group = RolloutGroup(0, 0, [Episode(prompt, 0, 64)])
     (episode,) = group.episodes
     with EnvironmentRunner(settings, tokenizer, media) as environment:
@@ -167,6 +169,53 @@ def test_replies_with_broken_or_too_many_images_fail_their_sequence(tmp_path: Pa
     assert "the reply, message 1, image 1: 8 bytes: not an image that Pillow can read" in broken.failure
     few = play("Screens", media_in(tmp_path, family, max_count=2), prompt, [turn])
     assert "has 3 images; data.images.max_count is 2" in few.failure and few.finish_reason == "environment_failed"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_images_of_replies_need_a_run_with_images() -> None:
+    settings = EnvironmentConfig(function=f"{__name__}:Broken")
+    question = Question("0", Prompt("", np.array([1]), "", "row 0"), 0, ["turn"], 0)
+    with EnvironmentRunner(settings, processor_of(FAMILIES[0]).tokenizer) as environment:
+        (reply,) = environment.submit(0, [question]).result()
+    assert reply.content is None and "set data.images.enabled=true" in reply.failure
+
+
+def screenshot(number: int) -> Any:
+    """Takes a screenshot.
+
+    Args:
+        number: of the image; that of 2 comes with a text
+    """
+    return picture(number) if number != 2 else [text("and "), {**IMAGE, "image": png(2)}]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_images_of_tools_have_the_tokens_of_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter([[1], [2, 0], []])
+
+    def parse(turn: str) -> Calls:
+        return Calls(turn, [Call("screenshot", f'{{"number": {number}}}') for number in next(calls)])
+
+    monkeypatch.setattr("dagrl.rl.tools._call_parser", lambda *_: parse)
+    family, media = FAMILIES[0], media_in(tmp_path, FAMILIES[0])
+    asked, answer = [{"role": "user", "content": [image(0), text(QUESTION)]}], {"role": "assistant", "content": ANSWER}
+    shown = [
+        {"role": "tool", "content": [*before, image(number)]} for number, before in ((1, []), (2, [text("and ")]), (0, []))
+    ]
+    whole = [*asked, answer, shown[0], answer, *shown[1:]]
+    medium = Medium(png(0), id_of(png(0)), SIZES[0])
+    media.store.add([medium])
+    tokens = np.array(truth(family, asked, opened=True)["input_ids"])
+    standing = np.where(np.isin(tokens, processor_of(family).image_token_ids), medium.id, 0)
+    standing[np.flatnonzero(standing)[0]] *= -1
+    messages = [{"role": "user", "content": [IMAGE, text(QUESTION)]}]
+    prompt = Prompt("", tokens, "", "row 0", messages=messages, media=RowMedia((medium,), standing))
+    turn = sampled(family, [*asked, answer])
+    settings = EnvironmentConfig(tools=[f"{__name__}:screenshot"], tool_parser="hermes", max_turns=9)
+    episode = play(settings, media, prompt, [turn] * 3)
+    assert episode.failure == ""
+    assert [*tokens.tolist(), *episode.tokens.tolist()] == [*truth(family, whole, opened=True)["input_ids"], *turn]
+    check_images(family, episode, [0, 1, 2, 0], media.store)
 
 
 class Says(ScriptedGeneration):
