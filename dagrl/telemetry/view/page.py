@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
 from dagrl.telemetry.view.data import RunView, to_json
+
+LARGEST_BYTES, LARGEST_SIDE = 64 << 10, 512
+"""Of an image in an exported page: larger files are scaled down to this side, in pixels."""
 
 PARTS = ("charts.js", "tokens.js", "samples.js", "page.js")
 
@@ -34,8 +40,40 @@ def exported_page(runs: Sequence[RunView], most_samples: int) -> str:
         rows = {step: {line["row"]: run.sample(step, line["row"]) for line in lines} for step, lines in samples.items()}
         outliers = [line for line in run.outliers() if line["row"] in rows[line["step"]]]
         data = {"about": run.about(), "metrics": run.metrics(), "steps": steps}
-        exported.append({**data, "samples": samples, "outliers": outliers, "rows": rows})
+        shown = [sample for chosen in rows.values() for sample in chosen.values()]
+        names = {
+            name
+            for sample in shown
+            for part in (sample, *(sample.get("conversations") or ()))
+            for name in part.get("media") or ()
+        }
+        exported.append({**data, "samples": samples, "outliers": outliers, "rows": rows, "media": _images(run, names)})
     return page({"runs": exported})
+
+
+def _images(run: RunView, names: Iterable[str]) -> dict[str, str]:
+    """Returns data URLs of the images whose files are there."""
+    urls = {}
+    for name in sorted(names):
+        with suppress(FileNotFoundError):
+            urls[name] = f"data:image/*;base64,{base64.b64encode(_small(run.medium(name))).decode()}"
+    return urls
+
+
+def _small(content: bytes) -> bytes:
+    """Returns an image's file, or a smaller one. Without Pillow, or of an image that it cannot read, it stays as it is."""
+    if len(content) <= LARGEST_BYTES:
+        return content
+    file = io.BytesIO()
+    try:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(content)) as image:
+            image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+            image.convert("RGB").save(file, "JPEG")
+    except Exception:  # Pillow raises anything for broken files
+        return content
+    return file.getvalue()
 
 
 def _chosen(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:

@@ -83,8 +83,8 @@ function conversation(sample, mode, run) {
 
 function turns(sequence, mode, run) {
   const tokens = tokensOf(sequence);
-  const media = EXPORTED ? [] : sequence.media || [];
-  const images = media.map((name) => h("img", { src: `api/medium?${new URLSearchParams({ run, name })}`, alt: name }));
+  const src = (name) => EXPORTED ? EXPORTED.runs[run].media[name] : `api/medium?${new URLSearchParams({ run, name })}`;
+  const images = (sequence.media || []).map((name) => h("img", { src: src(name), alt: name }));
   return [images.length ? h("div", { class: "images" }, images) : null, turn("prompt", "prompt", [sequence.prompt]), ...sequence.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens${one.reward === null ? "" : `, reward ${shown(one.reward)}`}`,
     tokens.slice(one.start, one.end).map((token) => tokenSpan(token, mode))))];
 }

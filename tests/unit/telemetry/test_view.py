@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import re
@@ -15,6 +17,7 @@ import pytest
 from dagrl.cli.main import main
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, table_of
 from dagrl.telemetry.view.data import RunView, to_json, token_kl
+from dagrl.telemetry.view.page import exported_page
 from dagrl.telemetry.view.server import serving
 from tests.unit.telemetry.run_directory import MARKUP, make_run, sample_row
 
@@ -91,6 +94,25 @@ def test_images_of_samples_are_served(tmp_path: Path) -> None:
         for other in ("0", "../config.yaml", "00000000000000fe"):
             with pytest.raises(HTTPError, match="404"):
                 urlopen(f"{address}api/medium?run=0&name={other}")  # noqa: S310
+
+
+def test_an_exported_page_has_the_images_of_its_samples(tmp_path: Path) -> None:
+    from PIL import Image
+
+    run, names = make_run(tmp_path, "run"), [f"{number:016x}" for number in (1, 2, 3)]
+    rows = [{**sample_row(3, 0, 0.0), "media": names}]
+    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=3).write(3, table_of(rows))
+    (run / "media").mkdir()
+    (run / "media" / names[0]).write_bytes(b"\x89PNG")
+    noise = np.random.default_rng(0).integers(0, 255, (600, 1200, 3), np.uint8)
+    Image.fromarray(noise).save(run / "media" / names[1], "PNG")
+    (line,) = re.findall(r"^const EXPORTED = (.*);$", exported_page([RunView(run)], 8), re.MULTILINE)
+    (exported,) = json.loads(line)["runs"]
+    files = {name: base64.b64decode(url.partition(",")[2]) for name, url in exported["media"].items()}
+    assert [*files] == names[:2] and files[names[0]] == b"\x89PNG", "the file of the third is lost"
+    with Image.open(io.BytesIO(files[names[1]])) as image:
+        assert image.size == (512, 256)
+        assert abs(np.asarray(image).mean() - noise.mean()) < 2
 
 
 @pytest.mark.parametrize(
