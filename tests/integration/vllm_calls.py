@@ -267,3 +267,18 @@ def generate_in_little_memory(worker: Any, batch: Any, blocks: int, bursts: bool
         made = worker.generate(batch)
     pool.free_blocks(taken)
     return made, len(preempted), lengths
+
+
+def generate_with_hits(worker: Any, batch: Any) -> tuple[Any, list[int]]:
+    """Runs a quantum. Returns its result, and how many tokens of each new request were in the prefix cache."""
+    manager = worker._llm.engine_core.engine_core.scheduler.kv_cache_manager
+    find, hits = manager.get_computed_blocks, list[int]()
+
+    def counted(request: Any) -> Any:
+        found = find(request)
+        hits.append(found[1])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "get_computed_blocks", counted)
+        return worker.generate(batch), hits
