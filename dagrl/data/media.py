@@ -22,6 +22,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import get_ident
@@ -368,10 +369,16 @@ def load_processor(directory: Path) -> ProcessorMixin:
     return found
 
 
+@cache
 def without_videos(kind: type[Any]) -> Any:
-    """Returns a class of processors like `kind` without its part for videos, for which transformers needs torchvision."""
+    """Returns a class of processors like `kind` without its part for videos, for which transformers needs torchvision.
+
+    Who asks for that part gets the one for images, which has the same settings.
+    """
 
     class Images(kind):  # type: ignore[misc]
+        video_processor = property(lambda processor: processor.image_processor)
+
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]

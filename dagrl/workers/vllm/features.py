@@ -21,9 +21,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dagrl.data.media import load_processor, without_videos
 from dagrl.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -62,13 +64,11 @@ def only_known(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def without_torchvision() -> Iterator[None]:
-    """Lets vLLM's models and processors be imported in this block, and be used later, where torchvision is missing.
+    """Lets vLLM's models be imported in this block where torchvision is missing.
 
     No wheel of it on PyPI fits torch's CPU build. vLLM imports classes that scale images with it, but then takes those of
-    Pillow, as training does. It asks processors also for their part for videos, which transformers does not make then: that
-    for images has the same settings, and there are no videos.
+    Pillow, as training does.
     """
-    from transformers import ProcessorMixin
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():
@@ -84,9 +84,30 @@ def without_torchvision() -> Iterator[None]:
     finally:
         for name in names:
             del sys.modules[name]
-    parts = ProcessorMixin.get_attributes.__func__
-    ProcessorMixin.get_attributes = classmethod(lambda kind: [part for part in parts(kind) if part != "video_processor"])
-    ProcessorMixin.video_processor = property(lambda processor: processor.image_processor)
+
+
+def process_images_alone(model: Any) -> None:
+    """Makes a model class of vLLM load its processor without the part for videos, which transformers has by torchvision."""
+    from transformers import ProcessorMixin
+    from transformers.utils import is_torchvision_available
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing.context import InputProcessingContext
+
+    factories = getattr(model, "_processor_factory", None)
+    if factories is None or is_torchvision_available():
+        return
+
+    class ImagesContext(InputProcessingContext):  # type: ignore[misc]
+        def get_hf_processor(self, kind: Any = ProcessorMixin, /, **settings: Any) -> Any:
+            named = isinstance(kind, type) and kind is not ProcessorMixin
+            own = without_videos(kind) if named else type(load_processor(Path(self.model_config.model)))
+            return super().get_hf_processor(own, **settings)
+
+    def info(context: InputProcessingContext) -> Any:
+        return factories.info(ImagesContext(context.model_config, context.tokenizer))
+
+    register = MULTIMODAL_REGISTRY.register_processor
+    register(factories.processor, info=info, dummy_inputs=factories.dummy_inputs)(model)
 
 
 def processed_image(processor: Any, name: str, image: Image) -> Any:

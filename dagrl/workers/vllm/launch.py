@@ -209,7 +209,9 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
                 for architecture in hf_config.get("architectures") or ():
                     entry = vllm.ModelRegistry.models.get(architecture)
                     if entry is not None:
-                        vllm.ModelRegistry.register_model(architecture, entry.load_model_cls())
+                        kind = entry.load_model_cls()
+                        features.process_images_alone(kind)
+                        vllm.ModelRegistry.register_model(architecture, kind)
             gc.freeze()
     except ImportError as error:
         raise MissingDependencyError(
