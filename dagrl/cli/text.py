@@ -12,16 +12,19 @@ Runs of tokens of one kind are a line with its name, in its colour:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.data import Example, open_sampler
-from dagrl.data.chat import Chat, chat_of
-from dagrl.data.messages import ANSWER, QUESTION, THOUGHTS, with_parsed_arguments
-from dagrl.data.tokenization import Demonstration, Prompt, Row
+from dagrl.data.chat import chat_of
+from dagrl.data.encoder import shared
+from dagrl.data.media import Medium
+from dagrl.data.messages import THOUGHTS, Messages, with_parsed_arguments
+from dagrl.data.tokenization import Demonstration, Prompt, Row, turns_of
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
 
@@ -46,6 +49,12 @@ MEANINGS = {
     "after": "added by the chat template after the end of a turn, not in the loss",
     "SAMPLE": "what the policy writes, in the loss",
 }
+MARK = "\ue000"
+"""Replaces texts of the data, one after the other, to see where the template writes them. It has no meaning in Unicode."""
+
+BEFORE = 8
+"""Places where a conversation may start in its row: a processor may add special tokens before it."""
+
 MOST = 200
 """Tokens of a line of which all are shown; of a longer one the first and the last half of as many."""
 
@@ -93,7 +102,7 @@ class _View:
 
     def __init__(self, inputs: Inputs, stops: set[int]) -> None:
         self.stops, self.day = stops, inputs.config.policy.tokenizer.date
-        self._tokenizer, self._chat = inputs.tokenizer, chat_of(inputs.tokenizer)
+        self._tokenizer, self._chat, self._processor = inputs.tokenizer, chat_of(inputs.tokenizer), inputs.processor
         self._pieces, self._decode = self._chat.encoder.pieces, self._chat.encoder.decode
         self._special = set(inputs.tokenizer.all_special_ids) | {*inputs.tokenizer.get_added_vocab().values()}
 
@@ -104,7 +113,7 @@ class _View:
     def sequence(self, name: str, row: Demonstration, example: Example | None) -> list[RenderableType]:
         """Shows a whole sequence."""
         tokens, learned = row.tokens.tolist(), row.loss_mask > 0
-        given = self._given(tokens, _contents(example, self._chat))
+        given = self._given(tokens, example)
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
         if example is not None and example.messages:
             kinds = self._with_after(tokens, learned.tolist(), kinds, self._chat.of(example.tools).end.after)
@@ -113,7 +122,8 @@ class _View:
     def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
         """Shows what is sampled from, and the reference."""
         tokens = prompt.tokens.tolist()
-        kinds = ["data" if given else "template" for given in self._given(tokens, _contents(example, self._chat)[:-1])]
+        count = len(example.messages) - 1 if example is not None else None
+        kinds = ["data" if given else "template" for given in self._given(tokens, example, count)]
         reference = f", reference {_shown(prompt.reference)[:MOST]}" if prompt.reference else ""
         title = f"prompt: {prompt.source}, {len(tokens)} tokens{reference}"
         return self._table(title, tokens, kinds, ("SAMPLE", "..."))
@@ -157,86 +167,67 @@ class _View:
             table.add_row(Text(kind, STYLES[kind]), Text(content, STYLES[kind]))
         return [Text(f"\n{title}", "bold underline"), table]
 
-    def _given(self, tokens: Sequence[int], contents: Sequence[str]) -> list[bool]:
-        """Returns which tokens have text of the data: `contents`, found in their order."""
-        pieces = self._pieces(tokens)
-        ends = list(accumulate(map(len, pieces)))
-        starts = [end - len(piece) for end, piece in zip(ends, pieces, strict=True)]
-        special = self._special - {self._tokenizer.unk_token_id}
-        plain = (" " * len(piece) if token in special else piece for token, piece in zip(tokens, pieces, strict=True))
-        text, given, place, known = "".join(plain), [False] * len(tokens), 0, set(starts)
-        for content in contents:
-            read = self._decode(self._chat.encoder.ids(content))
-            for candidate in dict.fromkeys((content, read)):  # a tokenizer may normalize text, or not know characters
-                if (found := _find(text, candidate.strip(), place, known)) >= 0:
-                    place = found + len(candidate.strip())
-                    left, right = _edges(content)
-                    found -= len(left) if text.endswith(left, 0, found) else 0
-                    place += len(right) if text.startswith(right, place) else 0
-                    inside = (start < place and end > found for start, end in zip(starts, ends, strict=True))
-                    given = [old or new for old, new in zip(given, inside, strict=True)]
-                    break
+    def _given(self, tokens: Sequence[int], example: Example | None, count: int | None = None) -> list[bool]:
+        """Returns which tokens have text of the data: where the template's text changes with one of the messages.
+
+        `count`: a prompt has as many messages, after which the template opens a turn.
+        """
+        chat, given = self._chat.of(example.tools if example else ()), [False] * len(tokens)
+        if example is None or not example.messages:
+            edges = self._special - {self._tokenizer.unk_token_id}
+            return [example is not None and token not in edges for token in tokens]
+        for last in [count] if count is not None else range(len(example.messages), 0, -1):  # a row may have the first turns
+            messages = example.messages[:last]
+            turns = [_plain_turn(turn) for turn in turns_of(messages)]
+            media = [medium for message in messages for medium in message.media]
+
+            def shown(turns: Messages = turns, media: Sequence[Medium] = media) -> str:
+                text = chat.render(turns, example.tools, opened=count is not None, **example.variables)
+                return text if self._processor is None else self._processor.expand(text, media, example.source).text
+
+            (encoded,) = chat.encoder.encode([text := shown()])
+            starts = range(len(tokens) - len(encoded.ids) + 1)[:BEFORE]
+            first = next((at for at in starts if tokens[at : at + len(encoded.ids)] == encoded.ids), None)
+            if first is None:
+                continue
+            for holder, key in [slot for turn in turns for slot in _slots(turn)]:
+                kept, holder[key] = holder[key], MARK
+                with suppress(Exception):  # a template that takes only some texts
+                    other = shown()
+                    start = shared(text, other)
+                    end = len(text) - shared(text[start:][::-1], other[start:][::-1])
+                    (number, edge), past = encoded.cut(start), encoded.index(end)
+                    given[first + number - (not edge) : first + past] = [True] * (past - number + (not edge))
+                holder[key] = kept
+            break
         return given
 
 
-def _contents(example: Example | None, chat: Chat) -> list[str]:
-    """Returns the texts of an example as a template writes them, in order; the last one is the answer."""
-    if example is None:
-        return []
-    if not example.messages:
-        return [example.prompt, example.response]
-    texts = list[str]()
-    for message in example.messages:
-        parts = message.content if isinstance(message.content, tuple) else [{"text": message.content}]
-        texts += [text.strip() if isinstance(text := message.more.get(key), str) else "" for key in THOUGHTS]
-        texts += [_written(text, message.role, chat) if isinstance(text := part.get("text"), str) else "" for part in parts]
-        calls = message.more.get("tool_calls")
-        texts += _strings([with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else None)
-    return texts
+def _plain_turn(turn: Mapping[str, Json]) -> dict[str, Any]:
+    """Returns a copy of a message with parsed arguments of calls."""
+    copied: dict[str, Any] = copy.deepcopy(dict(turn))
+    if isinstance(calls := copied.get("tool_calls"), list):
+        copied["tool_calls"] = [*map(with_parsed_arguments, calls)]
+    return copied
 
 
-@lru_cache(maxsize=8)
-def _cut_edges(chat: Chat, role: str) -> tuple[bool, bool]:
-    """Returns whether the template cuts white space from the start and from the end of contents."""
-    turns = [{"role": "user", "content": QUESTION}]
-    place = int(role not in ("system", "user"))
-    try:
-        plain, *padded = (
-            chat.render([*turns[:place], {"role": role, "content": text}, *turns[place:]], opened=False)
-            for text in (ANSWER, f" {ANSWER}", f"{ANSWER} ")
-        )
-    except Exception:  # a template without such turns alone
-        return False, False
-    return plain == padded[0], plain == padded[1]
+def _slots(turn: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields where a message has texts, and values of arguments: each an object or a list, and the key."""
+    content = turn.get("content")
+    if isinstance(content, list):
+        yield from ((part, "text") for part in content if part.get("text"))
+    yield from ((turn, key) for key in ("content", *THOUGHTS) if isinstance(turn.get(key), str) and turn[key])
+    for call in turn.get("tool_calls") or ():
+        yield from _leaves(call.get("function", call), "arguments")
 
 
-def _written(text: str, role: str, chat: Chat) -> str:
-    left, right = _cut_edges(chat, role)
-    text = text.lstrip() if left else text
-    return text.rstrip() if right else text
-
-
-def _edges(text: str) -> tuple[str, str]:
-    """Returns the white space at the start and at the end of a text."""
-    return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
-
-
-def _strings(calls: object) -> list[str]:
-    """Returns the texts in the arguments of tool calls."""
-    if isinstance(calls, list):
-        return [text for item in calls for text in _strings(item)]
-    if isinstance(calls, dict):
-        return [text for key, item in calls.items() if key not in ("id", "type", "name") for text in _strings(item)]
-    return [calls] if isinstance(calls, str) else []
-
-
-def _find(text: str, content: str, place: int, starts: set[int]) -> int:
-    """Returns where a content starts in `text`, at the start of a token or after its space; -1 if nowhere."""
-    while content and (place := text.find(content, place)) >= 0:
-        if place in starts or (place - 1 in starts and text[place - 1].isspace()):
-            return place
-        place += 1
-    return -1
+def _leaves(holder: Any, key: Any) -> Iterator[tuple[Any, Any]]:
+    value = holder[key]
+    if isinstance(value, dict | list) and value:
+        for inner in value if isinstance(value, dict) else range(len(value)):
+            yield from _leaves(value, inner)
+    else:
+        yield holder, key
 
 
 def _shown(text: str) -> str:

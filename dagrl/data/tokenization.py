@@ -130,7 +130,7 @@ def encode_prompts(
     chat = chat_of(tokenizer)
     texts = [
         _expanded(
-            _render(chat, _turns(example.messages[:-1]), example, opened=True) if example.messages else example.prompt,
+            _render(chat, turns_of(example.messages[:-1]), example, opened=True) if example.messages else example.prompt,
             example,
             example.messages[:-1],
             processor,
@@ -139,7 +139,7 @@ def encode_prompts(
     ]
     prompts = []
     for example, text, encoded in zip(examples, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
-        messages = _turns(example.messages[:-1])
+        messages = turns_of(example.messages[:-1])
         fields = (example.response, example.source, messages, example.columns, example.task, example.tools)
         before = _before(chat, text.text, example, processor)
         tokens = _prompt_tokens(encoded.ids, example, before)
@@ -415,7 +415,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
     """Puts the loss on what the chat template marks as generated, as far as generation samples it."""
     if not any(message.learned for _, message in _assistant_turns(example)):
         raise _nothing_to_learn(example)
-    messages = _turns(example.messages)
+    messages = turns_of(example.messages)
     _render(chat, messages, example, opened=False)  # reports errors of the template
     whole, parts = chat.marked(messages, example.tools, **example.variables)
     place, learned, differences = 0, list[tuple[int, int]](), frozenset[str]()
@@ -446,7 +446,7 @@ def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str
 
     `turn` ends with message `count`.
     """
-    messages = _turns(example.messages)
+    messages = turns_of(example.messages)
     own = chat.marked(messages[:count], example.tools, **example.variables)[1]
     inside = [part for part in own if part[0] < turn.end and part[1] > turn.start] or [(turn.start, turn.end)]
     before, after = turn.text[inside[0][0] : turn.start], turn.text[turn.end : inside[-1][1]]
@@ -495,8 +495,8 @@ class _Turn:
 
 def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     """Finds the assistant turn that ends with message `count`."""
-    before, message = _turns(example.messages[: count - 1]), example.messages[count - 1]
-    text = _render(chat, _turns(example.messages[:count]), example, opened=False)
+    before, message = turns_of(example.messages[: count - 1]), example.messages[count - 1]
+    text = _render(chat, turns_of(example.messages[:count]), example, opened=False)
     end = chat.last_end(text)
     prompt = _render(chat, before, example, opened=True) if before else None
     alike = prompt is not None and text.startswith(prompt)
@@ -530,7 +530,7 @@ def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | 
     return text
 
 
-def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
+def turns_of(messages: Sequence[Message]) -> list[dict[str, Json]]:
     """Converts messages for templates. Omits missing content, which some templates would render as `None`."""
     return [
         {"role": message.role, **({} if message.content is None else {"content": _parts(message.content)}), **message.more}
