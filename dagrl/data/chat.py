@@ -266,7 +266,8 @@ class Chat:
         self, before: Messages, rendered: str, tools: Sequence[Json] = (), after: Messages = (), **variables: Any
     ) -> int:
         """Returns where the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt: where it
-        differs from that, or with its text, if the messages before it are also written otherwise.
+        differs from that. If the messages before it are written otherwise too, it starts after the prompt's opening, or else
+        with its text.
 
         Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
         """
@@ -278,6 +279,10 @@ class Chat:
         opening, content = (self._whole(rendered, place) for place in (shared(rendered, prompt), content))
         if opening >= content:
             return opening
+        own = prompt.removeprefix(self.render(before, tools, opened=False, **variables)) if before else ""
+        place = rendered.rfind(own, 0, content) + len(own)
+        if 0 < len(own) <= place and not (self.ends | self.openers).intersection(self.encoder.ids(rendered[place:content])):
+            return place
         between = rendered[opening:content]
         texts = [token for token in self.encoder.ids(between) if token not in self.encoder.added]
         return content if self.encoder.decode(texts).strip() or prompt.endswith(between) else opening

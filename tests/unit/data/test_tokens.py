@@ -440,6 +440,24 @@ def test_the_choice_of_a_call_or_a_text_is_learned(name: str, called: bool, lear
     assert [tokenizer_of(kind).decode(part) for part in parts(row)] == [learned]
 
 
+@pytest.mark.parametrize("thinking", ["", "so"])
+def test_a_turn_starts_after_its_opening_though_thoughts_before_it_are_left_out(thinking: str) -> None:
+    """gpt-oss writes thoughts before a call until an answer follows, and those of the last turn."""
+    kind, call = next(kind for kind in KINDS if kind.name == "gpt-oss"), "<|start|>assistant to="
+    thought = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' if m.thinking and CASE }}"
+    no_answer = "(messages | selectattr('role', 'equalto', 'assistant') | list | last).tool_calls"
+    template = kind.template.replace(call, thought.replace("CASE", no_answer) + call)
+    final = "<|start|>assistant<|channel|>final"
+    kind = replace(kind, template=template.replace(final, thought.replace("CASE", "loop.last") + final))
+    turns = [CALLING[0], {**CALLING[1], "thinking": "it"}, {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "5"}]
+    answer = {"role": "assistant", "content": "and it"} | ({"thinking": thinking} if thinking else {})
+    (row,) = encode_demonstrations([example_of([*turns, answer], TOOLS)], tokenizer_of(kind), "last")
+    assert row.tokens.tolist() == truth(kind, [*turns, answer], TOOLS)
+    thoughts = "<|channel|>analysis<|message|>so<|end|><|start|>assistant" if thinking else ""
+    learned = f"{thoughts}<|channel|>final<|message|>and it<|return|>"
+    assert [tokenizer_of(kind).decode(part) for part in parts(row)] == [learned]
+
+
 @pytest.mark.parametrize(("name", "content"), [("R1-Distill-Qwen", None), ("QwQ", "")])
 def test_a_call_has_a_content_that_the_template_takes_everywhere(name: str, content: str | None) -> None:
     kind, result = TWO_WAYS[name], {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "it is 5"}
