@@ -75,8 +75,8 @@ CASES = [
     for tp in (1, 2)
     for name, layout in layouts.items()
 ]
-IN_CI = {"qwen3-cp2-to-tp2", "qwen3-pp2vpp2-to-tp2", "glm4_moe-dp2ep2-to-tp2"}
-"""Cases with the parts of the others. The quickstart (test_main_job.py) has one from dp2 to tp1, and test_megatron_refit.py
+IN_CI = {"qwen3-pp2vpp2-to-tp1", "glm4_moe-dp2ep2-to-tp1"}
+"""The quickstart (test_main_job.py) has dp2, test_vllm_refit.py both ranks of an engine with tp2, and test_megatron_refit.py
 tied embeddings."""
 
 
@@ -102,9 +102,9 @@ class Groups:
     def __init__(self, models: Path) -> None:
         self.models = models
         context, config = WorkerContext("any", 0, ParallelLayout()), self.config("qwen3", 1)
-        self._start = lambda: _actor(TrainActor, context, config)
-        self._train = [self._start() for _ in range(2)]  # more when a layout needs them
-        self._generation = [_actor(GenerationActor, context, config) for _ in range(2)]
+        self._start = lambda worker: _actor(worker, context, config)
+        self._train = [self._start(TrainActor) for _ in range(2)]  # more when a layout needs them
+        self._generation = [self._start(GenerationActor)]
         self._engine: tuple[tuple[str, int], WorkerGroup] | None = None
 
     def config(self, model: str, generation_tp: int, start: str = "") -> Config:
@@ -122,7 +122,7 @@ class Groups:
 
     def train(self, case: Case) -> WorkerGroup:
         """Makes a train group."""
-        self._train += [self._start() for _ in range(case.layout.world_size - len(self._train))]
+        self._train += [self._start(TrainActor) for _ in range(case.layout.world_size - len(self._train))]
         return _become(self._train, "train", case.layout, self.config(case.model, case.generation_tp))
 
     def generation(self, case: Case) -> WorkerGroup:
@@ -130,6 +130,7 @@ class Groups:
         key = (case.model, case.generation_tp)
         if self._engine is None or self._engine[0] != key:
             layout = ParallelLayout(tp=case.generation_tp)
+            self._generation += [self._start(GenerationActor) for _ in range(layout.world_size - len(self._generation))]
             self._engine = key, _become(self._generation, "generation", layout, self.config(*key, start="other_"))
         return self._engine[1]
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
 
 from dagrl.errors import ConfigError
 from dagrl.workers.vllm.described import describe_ranks
 from tests.families import FAMILIES
-from tests.integration.vllm_loads import CASES, FP8_CASES
+from tests.integration.vllm_loads import CASES, FP8_CASES, check_all
+from tests.integration.vllm_ranks import Ranks
 
 
-def test_slices_and_lora_slots_are_what_vllm_loads_and_fills() -> None:
-    """In one process, because importing vLLM and all families takes longest."""
-    pytest.importorskip("vllm")
-    command = [sys.executable, "-m", "tests.integration.vllm_loads"]
-    plain = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # vLLM's quantizer is compiled, which takes a third of the time
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=plain)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("agrees:") == len(CASES) + len(FP8_CASES)
-    assert done.stdout.count("slots agree:") == len(CASES)
+def test_slices_and_lora_slots_are_what_vllm_loads_and_fills(vllm_ranks: Ranks) -> None:
+    """In one process, because importing all families takes longest."""
+    shown = vllm_ranks.apart(check_all)
+    assert shown.count("agrees:") == len(CASES) + len(FP8_CASES)
+    assert shown.count("slots agree:") == len(CASES)
 
 
 def test_a_model_that_cannot_be_described_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

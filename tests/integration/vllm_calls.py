@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,3 +284,13 @@ def generate_with_hits(worker: Any, batch: Any) -> tuple[Any, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "get_computed_blocks", counted)
         return worker.generate(batch), hits
+
+
+def signatures(names: Sequence[str]) -> list[dict[str, bool]]:
+    """Returns the parameters of methods of vLLM's engine, and whether each has a default."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    methods = [getattr(EngineCore if name.endswith("_scheduler") else LLMEngine, name) for name in names]
+    found = [inspect.signature(method).parameters for method in methods]
+    return [{name: one.default is not one.empty for name, one in parameters.items()} for parameters in found]

@@ -1,7 +1,7 @@
 """Processes that each hold a `VllmWorker`, driven from the test process over pipes; no Ray.
 
 One pair of processes runs the engines of all tests, forked from one that has imported vLLM, because that takes longer than
-starting an engine.
+starting an engine. A third one forks processes for functions that need vLLM and no worker.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 class Ranks:
-    """Two processes; `start` starts an engine of tensor parallel size 1 or 2."""
+    """Two processes, in which `engine` starts one of tensor parallel size 1 or 2, and one for what needs no worker."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._busy = False
-        self._pipes, self.close = fork_servers(2, _prepare, _serve, environment)
+        self._pipes, self.close = fork_servers(3, _prepare, _serve, environment)
 
     @contextmanager
     def engine(self, config: Config, tp: int) -> Iterator[Engine]:
@@ -49,6 +49,10 @@ class Ranks:
         finally:
             _all(pipes, [(_shutdown, ())] * tp)
             self._busy = False
+
+    def apart(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function(*args)` in a process of its own; `function` must be importable."""
+        return _all(self._pipes[2:], [(_apart, (function, *args))])[0]
 
 
 class Engine:
@@ -145,6 +149,10 @@ def _shutdown(worker: Any) -> None:
         worker.shutdown()
 
 
+def _apart(_: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 def _prepare(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     from dagrl.workers.vllm.launch import import_vllm
@@ -155,7 +163,12 @@ def _prepare(environment: dict[str, str]) -> None:
 def _serve(pipe: Connection) -> None:
     while (message := pipe.recv()) is not None:
         function, args = message
+        if function is _apart and os.fork():  # the new process answers
+            os.wait()
+            continue
         try:
             pipe.send((None, "", function(_worker, *args)))
         except Exception as error:
             pipe.send((error, traceback.format_exc(), None))
+        if function is _apart:
+            os._exit(0)
