@@ -47,6 +47,23 @@ GLM4_MOE = {
     "use_qk_norm": True,
     "routed_scaling_factor": 1.5,
 }
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+}
 PADDING = {"pad_token_id": 185}  # in the batch, and at tp 2 on the second worker; transformers makes its row zeros
 END = {"pad_token_id": 118, "eos_token_id": 118}
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,6 +78,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": GLM4_MOE,
     "glm4_moe_groups": {**GLM4_MOE, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    "deepseek_v3": {**DEEPSEEK, "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    "deepseek_v3_plain": {**DEEPSEEK, "q_lora_rank": None},
+    "dynamic": {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }
 

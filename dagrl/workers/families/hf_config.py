@@ -47,7 +47,15 @@ MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
         "rms_norm_eps": 1e-5,
     },
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
-    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "deepseek_v3": {
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
     "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128, "n_shared_experts": 1},
 }
 """Defaults of transformers' configuration classes, by `model_type`, where they differ from ours. vLLM uses the same.

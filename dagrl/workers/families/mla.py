@@ -25,16 +25,21 @@ def has_expert_bias(model: ModelConfig) -> bool:
     return model.text("topk_method", "noaux_tc" if model.type == "deepseek_v3" else "greedy") == "noaux_tc"
 
 
+def experts_of(model: ModelConfig) -> Experts:
+    """Reads the experts of a model."""
+    width = model.size("moe_intermediate_size", least=1)
+    shared = width * model.size("n_shared_experts") if model.has("n_shared_experts") else 0
+    count = model.size("n_routed_experts", least=1)
+    return Experts(count, width, "mlp.", "shared_experts.", shared, has_expert_bias(model))
+
+
 def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
     """Yields latent attention, then an MLP or experts."""
     attention = f"{local}self_attention."
     yield replicated(f"{hf}input_layernorm.weight", f"{local}input_layernorm.weight", model.hidden)
     yield from _megatron_attention(model, rank, f"{hf}self_attn.", attention)
     if has_experts(model, layer):
-        width = model.size("moe_intermediate_size")
-        shared = width * model.size("n_shared_experts") if model.has("n_shared_experts") else 0
-        experts = Experts(model.size("n_routed_experts"), width, "mlp.", "shared_experts.", shared, has_expert_bias(model))
-        yield from megatron_experts(model, rank, experts, hf, local)
+        yield from megatron_experts(model, rank, experts_of(model), hf, local)
         return
     norm = f"{hf}post_attention_layernorm.weight"
     yield rank.norm(norm, f"{local}pre_mlp_layernorm", f"{local}mlp.linear_fc1", model.hidden)

@@ -12,13 +12,14 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families import decoder
+from dagrl.workers.families import decoder, mla
 from dagrl.workers.families.hf_config import ModelConfig, constant_row
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),
@@ -35,6 +36,18 @@ EXPERT_MULTIPLE = 8  # grouped products of experts (`experts.py`) need rows of a
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention: ranks of the compressed queries (0: they are not) and of keys and values
+    together; of a head, what is not rotated and what is, and its values."""
+
+    query_rank: int
+    rank: int
+    plain: int
+    rotated: int
+    values: int
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes of a decoder of one of `MODEL_TYPES`. `moe_layers[i]` says whether layer i has experts.
 
@@ -42,7 +55,8 @@ class Architecture:
     `expert_groups`, and multiplies normalized scores by `expert_scale`. `shared_ffn` is the size of the experts that process
     every token, together. `rotary_dim` of a head's dimensions are rotated. A `scalar` model gives one number per token in
     place of logits. Inputs give no gradient to row `constant_row` of the embedding. In sequences of at most `full_tokens`,
-    every token sees all before it, and rotations do not depend on the length.
+    every token sees all before it, and rotations do not depend on the length. With `latent` attention, `head_dim` is that of
+    queries and keys.
     """
 
     model_type: str
@@ -70,6 +84,7 @@ class Architecture:
     qk_norm: bool = False  # queries and keys are normalized per head
     qkv_bias: bool = False
     rotary_dim: int = 0
+    latent: Latent | None = None
     scalar: bool = False
     constant_row: int | None = None
     full_tokens: int | None = None
@@ -99,13 +114,15 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     _check_supported(hf_config)
     config = ModelConfig(hf_config)
     rope = _rope(config.config)
+    latent = _latent(config) if config.type in mla.MLA.model_types else None
+    head_dim = latent.plain + latent.rotated if latent else config.head_dim
     dense = Architecture(
         model_type=config.type,
         layers=config.layers,
         hidden=config.hidden,
         heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        kv_heads=config.heads if latent else config.kv_heads,
+        head_dim=head_dim,
         ffn=config.ffn,
         vocabulary=config.vocabulary,
         tied=config.tied,
@@ -114,12 +131,13 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         max_positions=config.size("max_position_embeddings", 32768, least=1),
         qk_norm=config.qk_norm,
         qkv_bias=config.qkv_bias,
-        rotary_dim=int(config.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
+        rotary_dim=latent.rotated if latent else int(head_dim * _number(rope, "partial_rotary_factor", 1.0)),
+        latent=latent,
         scalar=config.scalar,
         constant_row=constant_row(hf_config),
         full_tokens=_full_tokens(config, rope),
     )
-    model = _with_experts(dense, config) if dense.model_type in decoder.MOE.model_types else dense
+    model = _with_experts(dense, config) if latent or dense.model_type in decoder.MOE.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
             "num_experts_per_tok is 1 and expert weights are normalized, so every weight is 1 and the router cannot learn. "
@@ -142,6 +160,9 @@ def _problems(model: Architecture, layout: ParallelLayout) -> Iterator[str]:
     if model.kv_heads % tp and tp % model.kv_heads:
         yield f"{model.kv_heads} key-value heads and tp {tp}: one must divide the other; choose another tp"
     sizes = {"intermediate_size": model.ffn, "the shared experts' size": model.shared_ffn, "hidden_size": model.hidden}
+    if model.latent is not None:
+        sizes |= {"q_lora_rank": model.latent.query_rank}
+        sizes |= {"kv_lora_rank + qk_rope_head_dim": model.latent.rank + model.latent.rotated}
     for what, size in sizes.items():
         if size % tp:
             yield f"{what} {size} is not divisible by tp {tp}; choose another tp"
@@ -180,14 +201,11 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("is_causal is false; the Megatron worker supports causal attention only")
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act is {hf_config['hidden_act']!r}; the Megatron worker supports silu only")
-    if kind == "glm4_moe":
-        _check_glm(hf_config)
-
-
-def _check_glm(hf_config: Mapping[str, Json]) -> None:
-    if hf_config.get("norm_topk_prob", True) is not True:
+    if kind in ("glm4_moe", "deepseek_v3") and hf_config.get("norm_topk_prob", True) is not True:
         raise ConfigError("norm_topk_prob is false; Megatron's router with sigmoid scores always normalizes them")
-    if hf_config.get("head_dim") is None:
+    if hf_config.get("rope_interleave") is False:
+        raise ConfigError("rope_interleave is false; the Megatron worker, as vLLM, rotates pairs of neighbouring dimensions")
+    if kind == "glm4_moe" and hf_config.get("head_dim") is None:
         raise ConfigError("config.json of a glm4_moe model has no head_dim, which vLLM reads; add it")
 
 
@@ -196,9 +214,17 @@ def _full_tokens(model: ModelConfig, rope: Mapping[str, Json]) -> int | None:
     # Qwen configurations have sliding_window without using it. For a Llama vLLM uses it and transformers does not.
     windowed = model.flag("use_sliding_window") or model.type in ("llama", "mistral", "mixtral")
     limits = [model.size("sliding_window", least=1)] if windowed and model.has("sliding_window") else []
+    if rope["rope_type"] == "dynamic":
+        limits.append(model.size("max_position_embeddings", least=1))
     if rope["rope_type"] == "longrope":
         limits.append(int(_number(rope, "original_max_position_embeddings")))
     return min(limits, default=None)
+
+
+def _latent(model: ModelConfig) -> Latent:
+    nope, rope = model.size("qk_nope_head_dim", least=1), model.size("qk_rope_head_dim", least=1)
+    ranks = model.size("q_lora_rank", 0), model.size("kv_lora_rank", least=1)
+    return Latent(*ranks, nope, rope, model.size("v_head_dim", least=1))
 
 
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
@@ -230,7 +256,8 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
     """Adds the experts to a dense decoder, as the family's weight layout has them."""
-    experts = decoder.experts_of(model)
+    experts = mla.experts_of(model) if dense.latent else decoder.experts_of(model)
+    has_experts = mla.has_experts if dense.latent else decoder.has_experts
     groups, chosen, per_token = (model.size(key, 1, least=1) for key in ("n_group", "topk_group", "num_experts_per_tok"))
     if groups > 1 and (not experts.bias or per_token != 2 * chosen or experts.count % groups):
         raise ConfigError(
@@ -249,7 +276,7 @@ def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
         expert_scale=_number(model.config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
         expert_groups=groups,
         groups_per_token=chosen if groups > 1 else 1,
-        moe_layers=tuple(decoder.has_experts(model, layer) for layer in range(dense.layers)),
+        moe_layers=tuple(has_experts(model, layer) for layer in range(dense.layers)),
     )
 
 
@@ -266,6 +293,10 @@ def token_flops(model: Architecture) -> float:
     """Returns the forward FLOPs of a token, without attention to earlier tokens."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.hidden * (queries + 2 * keys) + queries * model.hidden
+    if (latent := model.latent) is not None:
+        attention = model.hidden * (latent.rank + latent.rotated) + model.heads * latent.values * model.hidden
+        attention += model.heads * (latent.plain + latent.values) * latent.rank
+        attention += latent.query_rank * (model.hidden + queries) if latent.query_rank else model.hidden * queries
     experts = sum(model.moe_layers) if model.experts else 0
     dense = 3 * model.hidden * model.ffn  # gate, up and down
     routed = 3 * model.hidden * (model.expert_ffn * model.experts_per_token + model.shared_ffn)
@@ -275,7 +306,8 @@ def token_flops(model: Architecture) -> float:
 
 def sequence_flops(model: Architecture, length: int) -> float:
     """Returns the forward FLOPs of a sequence: its tokens, and causal attention, which is half of the square."""
-    attention = OPERATIONS * 2 * model.layers * model.heads * model.head_dim * length * length / 2
+    head = model.head_dim + (model.latent.values if model.latent else model.head_dim)
+    attention = OPERATIONS * model.layers * model.heads * head * length * length / 2
     return length * token_flops(model) + attention
 
 

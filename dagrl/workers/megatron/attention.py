@@ -31,7 +31,8 @@ SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 class LayerInputs:
     """Passed through Megatron to every layer as `packed_seq_params`, of which it reads the two class variables.
 
-    `segments` is None if every row is one sequence, `routed` in models without experts.
+    `segments` is None if every row is one sequence, `routed` in models without experts. `angles` [s, 1, 1, rotated / 2] of
+    latent attention: Megatron passes those of other attention by itself.
     """
 
     qkv_format: ClassVar[str] = "sbhd"  # Megatron rotates and reshapes as for other microbatches
@@ -39,6 +40,7 @@ class LayerInputs:
 
     segments: Segments | None
     routed: RoutedTokens | None
+    angles: Tensor | None = None
 
     @staticmethod
     def of(microbatch: Microbatch) -> LayerInputs | None:
@@ -91,7 +93,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: LayerInputs | None = None,
         **_: Any,
     ) -> Tensor:
-        """`query` [s, b, heads, d], `key` and `value` [s, b, kv_heads, d] -> [s, b, heads * d]."""
+        """`query` [s, b, heads, d], `key` and `value` [s, b, kv_heads, d] -> [s, b, heads * d].
+
+        With latent attention values are shorter: zeros fill them up, as kernels take one size, and are cut off the result.
+        """
+        if (size := value.shape[-1]) < query.shape[-1]:
+            filled = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
+            out = self.forward(query, key, filled, attention_mask, packed_seq_params=packed_seq_params)
+            return out.view(*query.shape[:3], -1)[..., :size].flatten(2)
         segments = None if packed_seq_params is None else packed_seq_params.segments
         if segments is None:
             assert self.group is None, "context parallelism needs segments"

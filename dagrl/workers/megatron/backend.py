@@ -289,8 +289,8 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     if model.full_tokens is not None and policy.max_total_sequence_length > model.full_tokens:
         yield (
             f"policy.max_total_sequence_length is {policy.max_total_sequence_length}, but the model has a sliding "
-            f"window, or other frequencies (longrope), beyond {model.full_tokens} tokens, which the Megatron worker lacks; "
-            f"set it to at most {model.full_tokens}, or policy.backend=fsdp"
+            f"window, or other frequencies (longrope, dynamic) beyond {model.full_tokens} tokens, which the Megatron worker "
+            f"lacks; set it to at most {model.full_tokens}, or policy.backend=fsdp"
         )
     if (policy.optimizer.name, policy.optimizer.args) != (OptimizerConfig().name, {}):
         yield "policy.optimizer.name or args is set, but Megatron has AdamW alone; leave it out, or set policy.backend=fsdp"
@@ -321,7 +321,7 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
         yield f"{key}.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
     rate = f"{key}.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
     if megatron.moe_router_bias_update_rate and not model.expert_bias:
-        yield f"{rate}, but routers of {model.model_type} models have no expert bias (glm4_moe has); set it to 0"
+        yield f"{rate}, but routers of {model.model_type} models have no expert bias (as glm4_moe has); set it to 0"
     if megatron.moe_router_bias_update_rate and has_adapters:
         yield f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
 

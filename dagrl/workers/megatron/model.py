@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -36,6 +36,7 @@ from dagrl.workers.megatron.experts import GroupedExperts, LocalDispatcher, expe
 from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels
+from dagrl.workers.megatron.latent import LatentAttention
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
 from dagrl.workers.megatron.versions import do_without_engine, use_expert_parts
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, add_product
@@ -62,6 +63,9 @@ class HiddenStatesModel(GPTModel):  # type: ignore[misc]
         All rows have the positions of the first.
         """
         self.rotary_pos_emb.positions = positions[0]
+        if self.config.multi_latent_attention:
+            angles = self.rotary_pos_emb().chunk(2, -1)[0]
+            inputs = replace(inputs or LayerInputs(None, None), angles=angles)
         hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=inputs)
         return hidden
 
@@ -238,8 +242,10 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         return weight
 
     dtype = getattr(torch, policy.precision)
-    config = TransformerConfig(
+    kind = MLATransformerConfig if architecture.latent else TransformerConfig
+    config = kind(
         **_sizes(architecture),
+        **_latent(architecture),
         **_parallelism(architecture, policy, layout),
         **_recomputation(policy.megatron_cfg),
         **(_experts(architecture, policy.megatron_cfg) if architecture.experts else {}),
@@ -282,13 +288,30 @@ def _sizes(architecture: Architecture) -> dict[str, Any]:
         "softmax_scale": rotary_frequencies(architecture)[1] ** 2 / math.sqrt(architecture.head_dim),
         "normalization": "RMSNorm",
         "layernorm_epsilon": architecture.norm_eps,
-        "qk_layernorm": architecture.qk_norm,
+        "qk_layernorm": architecture.qk_norm or architecture.latent is not None,
         "add_bias_linear": False,
         "add_qkv_bias": architecture.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    }
+
+
+def _latent(architecture: Architecture) -> dict[str, Any]:
+    latent, rope = architecture.latent, architecture.rope
+    if latent is None:
+        return {}
+    scaled = rope["rope_type"] != "default"
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotated,
+        "v_head_dim": latent.values,
+        "rope_type": "rope",  # `LatentAttention` rotates; these give the scale of the products of queries and keys
+        "rotary_scaling_factor": rope["factor"] if scaled else 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
 
@@ -358,7 +381,11 @@ def _build_chunk(
         rotary_base=architecture.rope["rope_theta"],
         vp_stage=virtual,
     )
-    model.rotary_pos_emb = PositionRotary(rotary_frequencies(architecture)[0])
+    frequencies, growth = rotary_frequencies(architecture)
+    model.rotary_pos_emb = PositionRotary(frequencies)
+    for part in model.modules():
+        if isinstance(part, LatentAttention):
+            part.growth = growth
     pass_tokens_to_routers(model)
     if model.pre_process and architecture.constant_row is not None:
         model.embedding.word_embeddings.register_forward_hook(partial(_keep_row, architecture.constant_row))
@@ -384,7 +411,10 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention.core_attention = CausalAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         use_expert_parts(parts, GroupedExperts, Router)
     return block
@@ -399,7 +429,7 @@ def rotary_frequencies(architecture: Architecture) -> tuple[Tensor, float]:
     sizes = {
         "hidden_size": architecture.hidden,
         "num_attention_heads": architecture.heads,
-        "head_dim": architecture.head_dim,
+        "head_dim": architecture.latent.rotated if architecture.latent else architecture.head_dim,
     }
     config = PretrainedConfig(rope_parameters=rope, max_position_embeddings=architecture.max_positions, **sizes)
     frequencies, growth = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))

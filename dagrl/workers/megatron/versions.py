@@ -8,14 +8,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 
 def do_without_engine() -> None:
-    """Makes routers use torch products. 0.16.1 names Transformer Engine's without defining it where that is missing."""
+    """Makes layers do without Transformer Engine.
+
+    Routers take torch's products: 0.16.1 names the engine's without defining them where it is missing, and asks latent
+    attention for classes of it. Latent attention would also put rotary embeddings on a GPU; `LatentAttention` has its own.
+    """
     moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.RotaryEmbedding = lambda *_, **__: None
 
 
 def use_expert_parts(parts: Any, experts: type, router: type) -> None:

@@ -30,6 +30,17 @@ GLM = {
     "head_dim": 32,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
+DEEPSEEK = {
+    **QWEN3,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
@@ -55,6 +66,8 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_
             ParallelLayout(tp=16, etp=1),
             "shared experts' size 24",
         ),
+        ({**DEEPSEEK, "q_lora_rank": 10}, ParallelLayout(tp=4), "q_lora_rank 10 is not divisible by tp 4"),
+        ({**DEEPSEEK, "kv_lora_rank": 17}, ParallelLayout(tp=2), "kv_lora_rank . qk_rope_head_dim 25 is not .* tp 2"),
         ({**MOE, "hidden_size": 60}, ParallelLayout(), "hidden_size 60 of a model with experts is not divisible by 8"),
     ],
 )
@@ -91,8 +104,8 @@ def test_layouts_that_fit(config: dict[str, Any], layout: ParallelLayout) -> Non
         ({"model_type": "gpt2"}, "model_type is 'gpt2'.*qwen3_moe"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_type is 'proportional'"),
+        ({"rope_scaling": {"type": "proportional", "factor": 4.0}}, "rope_type is 'proportional'"),
         ({**GLM, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64}, "whole heads"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None; expected a number"),
         ({"logit_scale": 0.5}, "logit_scale is 0.5"),
@@ -100,6 +113,10 @@ def test_layouts_that_fit(config: dict[str, Any], layout: ParallelLayout) -> Non
         ({**MOE, "norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok is 1 .* norm_topk_prob to false"),
         ({**GLM, "n_group": 2, "topk_group": 2}, "n_group is 2, topk_group 2, .* two experts for each"),
         ({**GLM, "norm_topk_prob": False}, "norm_topk_prob is false; .* always normalizes"),
+        ({**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob is false; .* always normalizes"),
+        ({**DEEPSEEK, "n_group": 8, "topk_group": 2}, "n_group is 8, topk_group 2, .* two experts for each"),
+        ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave is false"),
+        ({**DEEPSEEK, "kv_lora_rank": None}, "kv_lora_rank = None"),
         ({**GLM, "head_dim": None}, "no head_dim, which vLLM reads; add it"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a whole number"),
@@ -125,6 +142,7 @@ def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> 
         ({"model_type": "mistral"}, 4096),
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 18}, 18),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24}, 24),
     ],
 )
 def test_longer_sequences_than_windows_are_refused(change: dict[str, Any], tokens: int | None) -> None:
