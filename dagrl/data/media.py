@@ -64,6 +64,11 @@ KNOWN_SIZES = 1 << 16
 MEDIA = "media"
 """Name of the token field of batches with `RowMedia.tokens`."""
 
+FULLEST = "fullest.npz"
+"""File of a store with the row of the data that has most tokens of images."""
+
+Tokens = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Medium:
@@ -268,9 +273,17 @@ def resized(image: Pillow.Image, size: tuple[int, int]) -> Pillow.Image:
     return image if (image.height, image.width) == size else image.resize((width, height))
 
 
-def without_media(batch: Batch) -> Batch:
-    """Returns the batch with tokens of text alone, if it has the field."""
-    return batch if MEDIA not in batch.fields else batch.with_fields(**{MEDIA: np.zeros_like(batch[MEDIA])})
+def with_fullest(batch: Batch, fullest: tuple[Tokens, Tokens] | None) -> Batch:
+    """Returns a warm-up's batch, if it has the field, with a row of `MediaStore.fullest` from the second token on, where
+    there is room for the whole of it, and without other media."""
+    if MEDIA not in batch.fields:
+        return batch
+    tokens, media = batch["tokens"].copy(), np.zeros_like(batch[MEDIA])
+    if fullest is not None:
+        places = slice(1, 1 + len(fullest[0]))
+        rows = batch["lengths"] >= places.stop
+        tokens[rows, places], media[rows, places] = fullest
+    return batch.with_fields(**{"tokens": tokens, MEDIA: media})
 
 
 def ids_in(tokens: npt.NDArray[np.int64]) -> list[int]:
@@ -325,6 +338,25 @@ class MediaStore:
             elif path.resolve() != medium.data.resolve():
                 path.unlink(missing_ok=True)
                 path.symlink_to(medium.data.absolute())
+
+    def keep_fullest(self, rows: Iterable[tuple[Tokens, RowMedia | None]]) -> None:
+        """Keeps the row with most tokens of images, by which workers warm up. `rows` have tokens and media."""
+        shown = [(tokens, media.tokens) for tokens, media in rows if media is not None]
+        if not shown:
+            return
+        tokens, media = max(shown, key=lambda row: np.count_nonzero(row[1]))
+        part = self.directory / f"{FULLEST}.part"
+        with part.open("wb") as file:
+            np.savez(file, tokens=tokens, media=media)
+        part.replace(self.directory / FULLEST)
+
+    def fullest(self) -> tuple[Tokens, Tokens] | None:
+        """Returns the tokens and media of the row that `keep_fullest` has kept."""
+        path = self.directory / FULLEST
+        if not path.exists():
+            return None
+        with np.load(path) as file:
+            return file["tokens"], file["media"]
 
     def medium(self, number: int) -> Medium:
         """Returns the medium with an id. Raises DataError if there is none."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -122,11 +122,11 @@ class Inputs:
     validation_preferences: list[Preference] = field(default_factory=list)
     processor: MediaProcessor | None = None
 
-    @cached_property
-    def media(self) -> list[Medium]:
-        """The media of all rows, each once."""
+    @property
+    def rows(self) -> Iterator[Demonstration | Prompt]:
+        """All rows."""
         pairs = chain(self.preferences, self.validation_preferences)
-        rows: Iterable[Demonstration | Prompt] = chain(
+        return chain(
             self.demonstrations,
             self.validation_demonstrations,
             self.prompts,
@@ -134,7 +134,11 @@ class Inputs:
             self.evaluation_prompts,
             chain.from_iterable((pair.chosen, pair.rejected) for pair in pairs),
         )
-        media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
+
+    @cached_property
+    def media(self) -> list[Medium]:
+        """The media of all rows, each once."""
+        media = {medium.id: medium for row in self.rows if row.media is not None for medium in row.media.items}
         return list(media.values())
 
 

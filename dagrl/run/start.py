@@ -139,7 +139,9 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         config = prepared_config(config, inputs, paths.init_model)
         plan = RunPlan.of(config)
         phase_plans = with_media(config, with_records(config, run_plans(config, plan), inputs.hf_config))
-        MediaStore(paths.media, config.data.images).add(inputs.media)
+        media = MediaStore(paths.media, config.data.images)
+        media.add(inputs.media)
+        media.keep_fullest((row.tokens, row.media) for row in inputs.rows)
         store, resumed = _open_checkpoints(config, paths)
         step = resumed.state.step if resumed else 0
         yield PreparedRun(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.plan import load_algorithm, reference_role
-from dagrl.data.media import without_media
+from dagrl.data.media import MediaStore, with_fullest
 from dagrl.errors import ConfigError, RunError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
@@ -34,6 +34,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
 from dagrl.telemetry.metrics import GRAD_NORM, StepMetrics, merge_step_metrics
+from dagrl.telemetry.record import RunPaths
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
 from dagrl.workers.train.backend import Backend, Model, ModelSpec, Score
 from dagrl.workers.train.groups import start_checkpoint_group
@@ -383,9 +384,12 @@ class TrainWorker:
         if not in_warmup():
             yield split_batch(batch, rule, backend.place, backend.routed)
             return
-        batch = with_empty_record(without_media(batch))  # warm-up ids are made up
+        batch = with_empty_record(batch)  # warm-up ids are made up
+        images = self.config.data.images
+        fullest = MediaStore(RunPaths.of(self.config).media, images).fullest() if images.enabled else None
         seen = self._warm_widths.setdefault(current_replay().phase, set())
-        for item in warmup_batches(batch, rule, backend.place, seen):
+        for shape in warmup_batches(batch, rule, backend.place, seen):
+            item = with_fullest(shape, fullest)
             for _ in range(2 if backend.captures else 1):
                 whole = split_batch(
                     item, rule, backend.place, backend.routed, masked=False

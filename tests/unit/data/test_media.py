@@ -26,7 +26,7 @@ from dagrl.config import DataConfig, ImagesConfig
 from dagrl.data import Example
 from dagrl.data.chat import chat_of
 from dagrl.data.examples import preference_of, read_examples
-from dagrl.data.media import MediaProcessor, MediaStore, fitting, open_medium
+from dagrl.data.media import MediaProcessor, MediaStore, Medium, RowMedia, fitting, id_of, open_medium, with_fullest
 from dagrl.data.tokenization import (
     Demonstration,
     Prompt,
@@ -36,6 +36,7 @@ from dagrl.data.tokenization import (
     encode_prompts,
 )
 from dagrl.errors import ConfigError, DataError
+from dagrl.runtime.shapes import Batch
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 
 SIZES = [(40, 50), (16, 16), (90, 31), (40, 50)]
@@ -438,3 +439,23 @@ def test_a_file_that_changed_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "images" / "0.png").unlink()
     with pytest.raises(DataError, match=r"cannot read the image '.*0\.png': No such file"):
         store.open(example.media[0].id)
+
+
+def test_warm_ups_have_the_row_with_most_tokens_of_images(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media", ImagesConfig())
+    assert store.fullest() is None
+    media = [Medium(png(number), id_of(png(number)), SIZES[number]) for number in (0, 1)]
+    store.add(media)
+    one, other = (medium.id for medium in media)
+    rows = [
+        (np.array([5, 9, 9, 6]), RowMedia((media[0],), np.array([0, -one, one, 0]))),
+        (np.array([5, 6, 7]), None),
+        (np.array([9, 9, 9]), RowMedia((media[1],), np.array([-other, other, other]))),
+    ]
+    store.keep_fullest(rows)
+    fields = {"tokens": np.full((2, 6), 1), "lengths": np.array([6, 3]), "media": np.full((2, 6), 4)}
+    batch = with_fullest(Batch(fields), store.fullest())
+    assert batch["tokens"].tolist() == [[1, 9, 9, 9, 1, 1], [1] * 6], "the second row has no room for the whole"
+    assert batch["media"].tolist() == [[0, -other, other, other, 0, 0], [0] * 6]
+    texts = Batch({"tokens": fields["tokens"], "lengths": fields["lengths"]})
+    assert with_fullest(texts, store.fullest()) is texts
