@@ -36,6 +36,11 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         if self.config.q_lora_rank is not None:
             self.q_layernorm.eps = NORM_EPS
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Returns the parts that are built. Megatron 0.19 asks here; else it wants queries' norms in linear layers."""
+        parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in parts}
+
     def forward(
         self,
         hidden_states: Tensor,
