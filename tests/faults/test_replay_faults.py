@@ -151,11 +151,11 @@ def test_compiling_with_a_worker_that_does_not_answer_ends(
         return done
 
     monkeypatch.setattr(module, "nodes_of" if prepare is None else "prepare_workers", stop_after)
-    options = SchedulerOptions(**ENGINES[engine], fallback="error", compile_s=5.0, teardown_s=TEARDOWN_S)
+    options = SchedulerOptions(**ENGINES[engine], fallback="error", compile_s=3.0, teardown_s=TEARDOWN_S)
     with Scheduler([group], options) as scheduler:
         scheduler.add(misbehave, warmup_value={"rank": -1})
         started = time.monotonic()
-        with pytest.raises(RunError, match=r"within compile_s = 5 s: a worker does not answer"):
+        with pytest.raises(RunError, match=r"within compile_s = 3 s: a worker does not answer"):
             scheduler.compile()
         assert time.monotonic() - started < SOON_S
     os.kill(stopped, signal.SIGKILL)

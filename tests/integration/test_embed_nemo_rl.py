@@ -38,10 +38,10 @@ class PolicyWorker(NotingWorker):
         self.begin()
 
     def begin(self) -> None:
-        """Starts with new weights and without an optimizer state."""
+        """Starts with new weights and without momentum. The first optimizer of torch in a process imports its compiler."""
         torch.manual_seed(self.seed)
         self.model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.momentum = [torch.zeros_like(weight) for weight in self.model.parameters()]
 
     def train(
         self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
@@ -49,9 +49,12 @@ class PolicyWorker(NotingWorker):
         self.history.append("train")
         loss = loss_fn(self._logprobs(data), data)
         if not eval_mode:
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+            weights = list(self.model.parameters())
+            with torch.no_grad():
+                for weight, momentum, gradient in zip(
+                    weights, self.momentum, torch.autograd.grad(loss, weights), strict=True
+                ):
+                    weight -= 0.1 * momentum.mul_(0.9).add_(gradient)
         return {"loss": loss.detach(), "rows": len(data["input_ids"]), "gbs": gbs}
 
     def get_logprobs(self, *, data: Any, micro_batch_size: int | None = None) -> Any:

@@ -22,7 +22,7 @@ from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
-from dagrl.runtime.worker_group import GRACE_S, WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
 from tests.unit.runtime.unreadable import Unreadable
 
@@ -186,13 +186,14 @@ def test_tensors_of_newer_dtypes_come_as_they_are(scheduler: Scheduler) -> None:
 
 
 def test_slow_shards_finish_after_another_raised_and_the_graph_lives_on(
-    scheduler: Scheduler,
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than a worker has to say what it knows of a failure by which a graph is lost anyway."""
+    monkeypatch.setattr("dagrl.runtime.failures.GRACE_S", 0.5)
     train = scheduler.groups["train"]
     before = train.call("was_aborted")
     with pytest.raises(PhaseError, match="told to raise") as caught:
-        scheduler.replay(misbehave, {"rank": 3, "kind": "raise", "seconds": GRACE_S + 1.0}).result()
+        scheduler.replay(misbehave, {"rank": 3, "kind": "raise", "seconds": 1.0}).result()
     assert len(caught.value.failures) == 1 and not caught.value.breaks
     assert train.call("was_aborted") == [*before[:3], True]
     assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])

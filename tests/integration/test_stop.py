@@ -92,7 +92,7 @@ def test_a_run_stopped_in_grpo_resumes_like_an_unstopped_run(stopped: Run, learn
 @pytest.mark.parametrize(
     "config, moment",
     [
-        (SFT, "Starting Ray"),
+        pytest.param(SFT, "Starting Ray", marks=pytest.mark.slow),
         pytest.param(GRPO, "Starting 2 train", marks=pytest.mark.slow),
         pytest.param(GRPO, "train workers started", marks=pytest.mark.slow),  # and are warmed up
         pytest.param(SFT, "Compiling", marks=pytest.mark.slow),

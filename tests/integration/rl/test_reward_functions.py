@@ -219,11 +219,11 @@ def reward(prompts, completions, references):
 """
     (tmp_path / "slow_at_second.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = RewardConfig(function="slow_at_second:reward", timeout_s=1.0, start_timeout_s=5.0)
+    config = RewardConfig(function="slow_at_second:reward", timeout_s=1.0, start_timeout_s=3.0)
     with RewardRunner(config) as runner:
         hung, waited, asked = (rewards_of(runner.submit(["p"], [text], ["r"]).result()) for text in ("hang", "a", "b"))
     assert (hung.failed, hung.message.partition(" (")[0]) == (1, "no answer within reward.timeout_s = 1 s")
-    assert waited.failed == 1 and "was not imported within reward.start_timeout_s = 5 s" in waited.message
+    assert waited.failed == 1 and "was not imported within reward.start_timeout_s = 3 s" in waited.message
     assert (asked.failed, asked.values.tolist()) == (0, [1.0])
     assert len(list(tmp_path.glob("*.tried"))) == 3
 
