@@ -29,7 +29,7 @@ SOON_S = 50.0
 DEADLINE = Deadline(60.0, "patience")
 """For what takes seconds, on a machine that does other things: long before anything that hangs would be given up."""
 
-TEARDOWN_S = 4.0
+TEARDOWN_S = 2.0
 ROLES = {"train": 2, "other": 1}
 """Ranks of the groups of a scheduler."""
 
@@ -56,7 +56,7 @@ def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Schedul
         yield scheduler
         started = time.monotonic()
     # teardown returns within its deadline, whatever is dead or hung; Ray alone would wait for 30 s
-    assert time.monotonic() - started < 4 * TEARDOWN_S
+    assert time.monotonic() - started < 16.0
     for group in [*groups, *scheduler.groups.values()]:
         group.shutdown(2.0)
 
@@ -79,7 +79,7 @@ def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> 
 
     started = time.monotonic()
     with pytest.raises(PhaseError, match="replay_s") as caught:
-        scheduler.replay(misbehave, {"rank": 0, "kind": "hang", "peers": "wait"}, deadline_s=2.0).result()
+        scheduler.replay(misbehave, {"rank": 0, "kind": "hang", "peers": "wait"}, deadline_s=1.0).result()
     assert time.monotonic() - started < SOON_S
     (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (0, "hung")
