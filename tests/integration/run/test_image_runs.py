@@ -176,7 +176,7 @@ GRPO: dict[str, Any] = {
         "train_global_batch_size": 16,
         "train_micro_batch_size": 8,
         "logprob_batch_size": 16,
-        "sequence_packing": {"enabled": True, "train_mb_tokens": 512},
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 512, "logprob_mb_tokens": 512},
         "optimizer": {"lr": 3e-3, "weight_decay": 0.0},
         "generation": {
             "max_new_tokens": 24,
