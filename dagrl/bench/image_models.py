@@ -6,7 +6,7 @@ words, the special tokens of all processors among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,181 +46,132 @@ def make_tokenizer(named: Mapping[str, str]) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class ImageModel:
-    """How to make a processor from a tokenizer, the special tokens that it has by further names, and keys of the model's
-    configuration. `token` is the one that stands for a part of an image."""
+    """A processor of transformers with its `settings`, and the image processor that it has. `token` stands for a part of an
+    image; `keys` are of the model's configuration, and `named` special tokens that the tokenizer has by further names."""
 
-    processor: Callable[[Any], Any]
+    processor: str
+    images: tuple[str, Mapping[str, Any]]
     token: str
     keys: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)
 
+    def make(self, tokenizer: Any) -> Any:
+        """Returns the processor, without a part for videos. Images are scaled with Pillow."""
+        from importlib import import_module
 
-def _pil(name: str, **settings: Any) -> Any:
-    """Returns an image processor of transformers that scales with Pillow."""
-    from importlib import import_module
-
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    kinds = {
-        "Qwen2VL": "qwen2_vl", "Gemma3": "gemma3", "Idefics3": "idefics3", "Idefics2": "idefics2", "CLIP": "clip",
-        "LlavaNext": "llava_next", "LlavaOnevision": "llava_onevision", "GotOcr2": "got_ocr2", "Pixtral": "pixtral",
-        "Glm4v": "glm4v",
-    }  # fmt: skip
-    module = import_module(f"transformers.models.{kinds[name]}.image_processing_pil_{kinds[name]}")
-    return getattr(module, f"{name}ImageProcessorPil")(**settings)
-
-
-def _made(processor: str, *, images: Any, videos: bool = False, **settings: Any) -> Callable[[Any], Any]:
-    def make(tokenizer: Any) -> Any:
         import transformers
+        from transformers.utils import logging
 
-        kind = getattr(transformers, processor)
-        if videos:
-            return without_videos(kind)(images(), tokenizer, None, **settings)
-        return kind(image_processor=images(), tokenizer=tokenizer, **settings)
-
-    return make
-
-
-def _patches(name: str) -> Callable[[], Any]:
-    return lambda: _pil(name, min_pixels=32 * 32, max_pixels=96 * 96, patch_size=16, merge_size=2)
+        logging.set_verbosity_error()
+        name, settings = self.images
+        module = import_module(f"transformers.models.{FOLDERS[name]}.image_processing_pil_{FOLDERS[name]}")
+        images = getattr(module, f"{name}ImageProcessorPil")(**settings)
+        kind = without_videos(getattr(transformers, self.processor))
+        return kind(image_processor=images, tokenizer=tokenizer, **self.settings)
 
 
-def _square(name: str, **settings: Any) -> Callable[[], Any]:
-    size = {"height": 32, "width": 32}
-    return lambda: _pil(name, size=size, **settings)
+FOLDERS = {
+    **{"Qwen2VL": "qwen2_vl", "Gemma3": "gemma3", "Idefics3": "idefics3", "Idefics2": "idefics2", "CLIP": "clip"},
+    **{"LlavaNext": "llava_next", "LlavaOnevision": "llava_onevision", "GotOcr2": "got_ocr2", "Glm4v": "glm4v"},
+}
+"""Folders of image processors in transformers."""
+PATCHES = ("Qwen2VL", {"min_pixels": 32 * 32, "max_pixels": 96 * 96, "patch_size": 16, "merge_size": 2})
+SQUARE = {"height": 32, "width": 32}
+CROPPED = {"size": {"shortest_edge": 32}, "crop_size": SQUARE}
+TILES = ("GotOcr2", {"size": SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4})
+GRIDS = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]}
+LLAVA = {"patch_size": 16, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+VISION = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
-
-_TILES = _square("GotOcr2", crop_to_patches=True, min_patches=1, max_patches=4)
-_CLIP = lambda: _pil("CLIP", size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})  # noqa: E731
-_NEXT = lambda: _pil(  # noqa: E731
-    "LlavaNext",
-    size={"shortest_edge": 32},
-    crop_size={"height": 32, "width": 32},
-    image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
+_QWEN3_VL = ImageModel(
+    "Qwen3VLProcessor",
+    PATCHES,
+    "<|image_pad|>",
+    {
+        "text_config": {"rope_parameters": {**ROPES, "mrope_interleaved": True}},
+        "vision_config": {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    },
 )
-_QWEN_VISION = {"spatial_merge_size": 2, "temporal_patch_size": 2}
-_SIGLIP_TEXT = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
-
+_GLM4V = ImageModel(
+    "Glm4vProcessor",
+    ("Glm4v", {"size": {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}, "patch_size": 16, "merge_size": 2}),
+    "<|image|>",
+    {"text_config": {"rope_parameters": {**ROPES, "partial_rotary_factor": 1.0}}, "vision_config": VISION},
+)
+_LLAVA = ImageModel("LlavaProcessor", ("CLIP", CROPPED), "<image>", settings=LLAVA)
 MODELS: dict[str, ImageModel] = {
     "Qwen2VLForConditionalGeneration": ImageModel(
-        _made("Qwen2VLProcessor", images=_patches("Qwen2VL"), videos=True),
+        "Qwen2VLProcessor",
+        PATCHES,
         "<|image_pad|>",
-        {"text_config": {"rope_parameters": ROPES}, "vision_config": {**_QWEN_VISION, "embed_dim": 128, "hidden_size": 128}},
+        {"text_config": {"rope_parameters": ROPES}, "vision_config": {**VISION, "embed_dim": 128, "hidden_size": 128}},
     ),
     "Qwen2_5_VLForConditionalGeneration": ImageModel(
-        _made("Qwen2_5_VLProcessor", images=_patches("Qwen2VL"), videos=True),
+        "Qwen2_5_VLProcessor",
+        PATCHES,
         "<|image_pad|>",
-        {"text_config": {"rope_parameters": ROPES}, "vision_config": {**_QWEN_VISION, "window_size": 64}},
+        {"text_config": {"rope_parameters": ROPES}, "vision_config": {**VISION, "window_size": 64}},
     ),
-    "Qwen3VLForConditionalGeneration": ImageModel(
-        _made("Qwen3VLProcessor", images=_patches("Qwen2VL"), videos=True),
-        "<|image_pad|>",
-        {
-            "text_config": {"rope_parameters": {**ROPES, "mrope_interleaved": True}},
-            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-        },
-    ),
-    "Glm4vForConditionalGeneration": ImageModel(
-        _made(
-            "Glm4vProcessor",
-            images=lambda: _pil(
-                "Glm4v", size={"shortest_edge": 32 * 32, "longest_edge": 96 * 96}, patch_size=16, merge_size=2
-            ),
-            videos=True,
-        ),
-        "<|image|>",
-        {
-            "text_config": {"rope_parameters": {**ROPES, "partial_rotary_factor": 1.0}},
-            "vision_config": _QWEN_VISION,
-        },
-    ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Glm4vForConditionalGeneration": _GLM4V,
     "Gemma3ForConditionalGeneration": ImageModel(
-        _made("Gemma3Processor", images=_square("Gemma3"), image_seq_length=4),
+        "Gemma3Processor",
+        ("Gemma3", {"size": SQUARE}),
         "<image_soft_token>",
         {"mm_tokens_per_image": 4},
+        {"image_seq_length": 4},
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
     ),
     "Idefics3ForConditionalGeneration": ImageModel(
-        _made(
-            "Idefics3Processor",
-            images=lambda: _pil("Idefics3", size={"longest_edge": 64}, max_image_size={"longest_edge": 32}),
-            image_seq_len=1,
-        ),
+        "Idefics3Processor",
+        ("Idefics3", {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}),
         "<image>",
         {"scale_factor": 2},
+        {"image_seq_len": 1},
     ),
-    "LlavaForConditionalGeneration": ImageModel(
-        _made(
-            "LlavaProcessor",
-            images=_CLIP,
-            patch_size=16,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        ),
-        "<image>",
-    ),
+    "LlavaForConditionalGeneration": _LLAVA,
     "LlavaNextForConditionalGeneration": ImageModel(
-        _made(
-            "LlavaNextProcessor",
-            images=_NEXT,
-            patch_size=16,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        ),
-        "<image>",
-        {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+        "LlavaNextProcessor", ("LlavaNext", {**CROPPED, **GRIDS}), "<image>", GRIDS, LLAVA
     ),
     "LlavaOnevisionForConditionalGeneration": ImageModel(
-        _made(
-            "LlavaOnevisionProcessor",
-            images=_square("LlavaOnevision", image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]]),
-            videos=True,
-            num_image_tokens=4,
-            vision_feature_select_strategy="full",
-        ),
+        "LlavaOnevisionProcessor",
+        ("LlavaOnevision", {"size": SQUARE, **GRIDS}),
         "<image>",
-        {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
+        GRIDS,
+        {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
     ),
     "InternVLForConditionalGeneration": ImageModel(
-        _made("InternVLProcessor", images=_TILES, videos=True, image_seq_length=1),
+        "InternVLProcessor",
+        TILES,
         "<IMG_CONTEXT>",
         {"image_seq_length": 1, "vision_config": {"image_size": [32, 32], "patch_size": [16, 16]}},
+        {"image_seq_length": 1},
         {
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
+            **{"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
             "video_token": "<video>",
         },
     ),
     "AyaVisionForConditionalGeneration": ImageModel(
-        _made("AyaVisionProcessor", images=_TILES, patch_size=16, img_size=32, downsample_factor=2),
+        "AyaVisionProcessor",
+        TILES,
         "<|IMG_PATCH|>",
         {"downsample_factor": 2},
+        {"patch_size": 16, "img_size": 32, "downsample_factor": 2},
     ),
     "Idefics2ForConditionalGeneration": ImageModel(
-        _made(
-            "Idefics2Processor",
-            images=lambda: _pil("Idefics2", size={"longest_edge": 64, "shortest_edge": 32}, do_image_splitting=False),
-            image_seq_len=4,
-        ),
+        "Idefics2Processor",
+        ("Idefics2", {"size": {"longest_edge": 64, "shortest_edge": 32}, "do_image_splitting": False}),
         "<image>",
         {"perceiver_config": {"resampler_n_latents": 4, "resampler_n_heads": 4, "resampler_head_dim": 32}},
+        {"image_seq_len": 4},
     ),
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_VL,
+    "Glm4vMoeForConditionalGeneration": _GLM4V,
+    "VipLlavaForConditionalGeneration": replace(_LLAVA, keys={"vision_feature_layers": [-2, -3, 1]}),
 }
-
-
-_SAME = {
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration": "Qwen3VLForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3VLForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration": "Glm4vForConditionalGeneration",
-}
-MODELS |= {name: MODELS[other] for name, other in _SAME.items()}
-MODELS["VipLlavaForConditionalGeneration"] = replace(
-    MODELS["LlavaForConditionalGeneration"], keys={"vision_feature_layers": [-2, -3, 1]}
-)
 
 
 def make_image_model(architecture: str, seed: int) -> tuple[Any, ProcessorMixin]:
@@ -230,7 +181,7 @@ def make_image_model(architecture: str, seed: int) -> tuple[Any, ProcessorMixin]
 
     entry = MODELS[architecture]
     tokenizer = make_tokenizer(entry.named)
-    processor = entry.processor(tokenizer)
+    processor = entry.make(tokenizer)
     kind = getattr(transformers, architecture)
     ids = dict.fromkeys(("image_token_id", "image_token_index"), tokenizer.convert_tokens_to_ids(entry.token))
     special = {

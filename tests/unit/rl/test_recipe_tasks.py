@@ -1,4 +1,4 @@
-"""The tasks of recipes/gemma3_270m: their solutions are right, and rewarded."""
+"""The tasks of recipes/gemma3_270m, whose solutions are right and rewarded, and the models of recipes/shapes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dagrl.data.media import MediaProcessor, load_processor
+from dagrl.data.tokenization import encode_prompts
+from dagrl.rl.tasks import CELL, SIDE, shapes
 from recipes.gemma3_270m.tasks import PROMPT, final_answer, prepare, stories
+from recipes.shapes.make import make
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
@@ -44,3 +49,14 @@ def test_gsm8k_is_cut_before_its_last_results(tmp_path: Path) -> None:
         (row,) = map(json.loads, (tmp_path / "out" / f"{file}.jsonl").read_text().splitlines())
         assert row["prompt"].startswith(PROMPT.format("How many?")) and row["response"].startswith(begin)
         assert (row["prompt"] + row["response"]).endswith(f" {answer}")
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_an_image_of_shapes_has_a_token_for_each_cell(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    make(family, tmp_path, seed=0)
+    processor = MediaProcessor(load_processor(tmp_path))
+    (prompt,) = encode_prompts(shapes(1, 0, demonstrations_per_prompt=1).train, processor.tokenizer, processor)
+    assert prompt.media is not None and np.count_nonzero(prompt.media.tokens) == (SIDE // CELL) ** 2
+    assert len(prompt.tokens) <= AutoConfig.from_pretrained(tmp_path).get_text_config().max_position_embeddings
