@@ -71,7 +71,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **PADDING},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **END},
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
-    "mistral": {"model_type": "mistral", "sliding_window": WIDTH, "rope_parameters": YARN_ROPE},
+    "mistral": {"model_type": "mistral", "sliding_window": 7, "rope_parameters": YARN_ROPE},
+    "qwen3_windows": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "small_vocabulary": {"model_type": "qwen3", "vocab_size": 30},  # at tp 2 the second worker holds padding alone
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
     "qwen3_many_experts": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS, "num_experts": 16},

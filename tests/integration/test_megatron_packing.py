@@ -15,25 +15,24 @@ from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
 
-LAYOUTS = [
-    ParallelLayout(),
-    ParallelLayout(dp=2, tp=2),
-    pytest.param(ParallelLayout(pp=2, vpp=2), marks=pytest.mark.slow),
+CASES = [
+    ("qwen3_windows", ParallelLayout()),
+    ("qwen3", ParallelLayout(dp=2, tp=2)),
+    pytest.param("qwen3", ParallelLayout(pp=2, vpp=2), marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", ParallelLayout(tp=2), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe().replace(" ", ""))
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda part: str(getattr(part, "world_size", part)))
 def test_shared_prefixes_give_the_gradients_of_whole_sequences(
-    layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+    model: str, layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     """The truth is Hugging Face, one sequence at a time."""
     packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": True}
     megatron = {"sequence_parallel": layout.tp > 1}
-    config = reference.make_config(
-        tiny_models["qwen3"], megatron_cfg=megatron, sequence_packing=packing, optimizer=UNCLIPPED
-    )
+    config = reference.make_config(tiny_models[model], megatron_cfg=megatron, sequence_packing=packing, optimizer=UNCLIPPED)
     batch = group_batch()
-    truth = reference.train_reference(tiny_models["qwen3"], batch, config, reference.sft_reference, steps=1)
+    truth = reference.train_reference(tiny_models[model], batch, config, reference.sft_reference, steps=1)
     apart = SequencePackingConfig.model_validate({**packing, "shared_prefix": False})
     with megatron_pool.group(layout, config) as group:
         found = run(group, batch)

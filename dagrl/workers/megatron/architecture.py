@@ -54,9 +54,9 @@ class Architecture:
     With `expert_bias` the router chooses by sigmoid scores and a bias, among the experts of the best `groups_per_token` of
     `expert_groups`, and multiplies normalized scores by `expert_scale`. `shared_ffn` is the size of the experts that process
     every token, together. `rotary_dim` of a head's dimensions are rotated. A `scalar` model gives one number per token in
-    place of logits. Inputs give no gradient to row `constant_row` of the embedding. In sequences of at most `full_tokens`,
-    every token sees all before it, and rotations do not depend on the length. With `latent` attention, `head_dim` is that of
-    queries and keys.
+    place of logits. Inputs give no gradient to row `constant_row` of the embedding. In layer i a token sees `windows[i]`
+    tokens, itself included, or all before it (None). In sequences of at most `full_tokens` rotations do not depend on the
+    length. With `latent` attention, `head_dim` is that of queries and keys.
     """
 
     model_type: str
@@ -87,6 +87,7 @@ class Architecture:
     latent: Latent | None = None
     scalar: bool = False
     constant_row: int | None = None
+    windows: tuple[int | None, ...] = ()
     full_tokens: int | None = None
 
     @property
@@ -95,7 +96,7 @@ class Architecture:
 
         Equal for equal models, however their `config.json` files express them.
         """
-        fields = {**asdict(self), "moe_layers": list(self.moe_layers)}
+        fields = {**asdict(self), "moe_layers": list(self.moe_layers), "windows": list(self.windows)}
         kind = str(self.rope["rope_type"])
         rope: dict[str, Json] = {key: _number(self.rope, key) for key in ("rope_theta", *ROPE_PARAMETERS[kind])}
         if kind in ("yarn", "longrope"):
@@ -135,6 +136,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         latent=latent,
         scalar=config.scalar,
         constant_row=constant_row(hf_config),
+        windows=_windows(config),
         full_tokens=_full_tokens(config, rope),
     )
     model = _with_experts(dense, config) if latent or dense.model_type in decoder.MOE.model_types else dense
@@ -209,11 +211,24 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("config.json of a glm4_moe model has no head_dim, which vLLM reads; add it")
 
 
+def _windows(model: ModelConfig) -> tuple[int | None, ...]:
+    """Returns the window of each layer, as in transformers. Qwen configurations have `sliding_window` without using it."""
+    if not model.has("sliding_window") or not (model.type in ("mistral", "mixtral") or model.flag("use_sliding_window")):
+        return (None,) * model.layers
+    window = model.size("sliding_window", least=1)
+    if model.type not in ("qwen2", "qwen3"):
+        return (window,) * model.layers
+    kinds, first = model.config.get("layer_types"), model.size("max_window_layers", 28)
+    windowed = [kind == "sliding_attention" for kind in kinds] if isinstance(kinds, list) else []
+    windowed = windowed or [layer >= first for layer in range(model.layers)]
+    return tuple(window if there else None for there in windowed)
+
+
 def _full_tokens(model: ModelConfig, rope: Mapping[str, Json]) -> int | None:
     """Returns the smallest of what `Architecture.full_tokens` must not exceed."""
-    # Qwen configurations have sliding_window without using it. For a Llama vLLM uses it and transformers does not.
-    windowed = model.flag("use_sliding_window") or model.type in ("llama", "mistral", "mixtral")
-    limits = [model.size("sliding_window", least=1)] if windowed and model.has("sliding_window") else []
+    # vLLM gives a Llama windows, and transformers does not.
+    windowed = model.type == "llama" and model.has("sliding_window")
+    limits = [model.size("sliding_window", least=1)] if windowed else []
     if rope["rope_type"] == "dynamic":
         limits.append(model.size("max_position_embeddings", least=1))
     if rope["rope_type"] == "longrope":
@@ -305,10 +320,11 @@ def token_flops(model: Architecture) -> float:
 
 
 def sequence_flops(model: Architecture, length: int) -> float:
-    """Returns the forward FLOPs of a sequence: its tokens, and causal attention, which is half of the square."""
+    """Returns the forward FLOPs of a sequence: its tokens, and causal attention: half of the square, or a band."""
     head = model.head_dim + (model.latent.values if model.latent else model.head_dim)
-    attention = OPERATIONS * model.layers * model.heads * head * length * length / 2
-    return length * token_flops(model) + attention
+    seen = (min(window or length, length) for window in model.windows)
+    pairs = sum(length * tokens - tokens * tokens / 2 for tokens in seen)
+    return length * token_flops(model) + OPERATIONS * model.heads * head * pairs
 
 
 def step_tflop(model: Architecture, lengths: Iterable[int]) -> float:

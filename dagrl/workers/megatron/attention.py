@@ -67,7 +67,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """Causal grouped-query attention. Under context parallelism keys and values are gathered, queries stay split."""
+    """Causal grouped-query attention. Under context parallelism keys and values are gathered, queries stay split.
+
+    With a `window` a token sees that many tokens, itself included, by torch's attention of one segment after another.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.attend: SegmentAttention = segment_attention
+        self.layer = layer_number - 1
+        self.window: int | None = None
 
     def forward(
         self,
@@ -105,13 +110,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         if segments is None:
             assert self.group is None, "context parallelism needs segments"
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            return _attend(q, k, v, self.scale).permute(2, 0, 1, 3).flatten(2)
+            return _attend(q, k, v, self.scale, self.window).permute(2, 0, 1, 3).flatten(2)
         tokens, rows = query.shape[:2]
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         if segments.key_order is not None:
             both = gather_from_sequence_parallel_region(torch.stack((k, v), dim=1), group=self.group)
             k, v = both.index_select(0, segments.key_order).unbind(1)
-        out = self.attend(q, k, v, segments, self.scale)
+        if self.window is None:
+            out = self.attend(q, k, v, segments, self.scale)
+        else:
+            out = each_segment(q, k, v, segments, self.scale, self.window)
         return out.view(rows, tokens, -1).transpose(0, 1)
 
 
@@ -129,10 +137,17 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         settings = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
         out = torch.ops.aten._flash_attention_forward(query, key, value, *segments.sizes, **settings)[0]
         return out
+    return each_segment(query, key, value, segments, scale)
+
+
+def each_segment(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
+    """Computes `segment_attention` by torch's attention, one segment after another."""
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, tokens, d]
     keys_values = [_seen(torch.split(tensor, list(segments.key_lengths), 2), segments.heads) for tensor in (k, v)]
     parts = zip(torch.split(q, list(segments.query_lengths), 2), *keys_values, strict=True)
-    return torch.cat([_attend(part_q, part_k, part_v, scale)[0].transpose(0, 1) for part_q, part_k, part_v in parts])
+    return torch.cat([_attend(part_q, part_k, part_v, scale, window)[0].transpose(0, 1) for part_q, part_k, part_v in parts])
 
 
 class _PrefixAttention(torch.autograd.Function):
@@ -187,12 +202,14 @@ def _seen(parts: Sequence[Tensor], heads: Sequence[int]) -> Sequence[Tensor]:
     return [torch.cat((parts[head], own), 2) if head >= 0 else own for own, head in zip(parts, heads, strict=True)]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
     """Computes attention, causal from the end. `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d]; q <= k."""
     queries, keys = query.shape[2], key.shape[2]
     mask = None
-    if queries != keys:
+    if queries != keys or (window is not None and window < keys):
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    if window is not None and mask is not None:
+        mask = mask.triu(keys - queries - window + 1)
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

@@ -288,9 +288,14 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.peft.enabled
     if model.full_tokens is not None and policy.max_total_sequence_length > model.full_tokens:
         yield (
-            f"policy.max_total_sequence_length is {policy.max_total_sequence_length}, but the model has a sliding "
-            f"window, or other frequencies (longrope, dynamic) beyond {model.full_tokens} tokens, which the Megatron worker "
+            f"policy.max_total_sequence_length is {policy.max_total_sequence_length}, but the model has other frequencies "
+            f"(longrope, dynamic) or a Llama's sliding window beyond {model.full_tokens} tokens, which the Megatron worker "
             f"lacks; set it to at most {model.full_tokens}, or policy.backend=fsdp"
+        )
+    if megatron.cuda_graphs and any(window and window < policy.max_total_sequence_length for window in model.windows):
+        yield (
+            f"{key}.cuda_graphs is true, and attention with sliding windows shorter than policy.max_total_sequence_length "
+            "computes one sequence after another; set it to false"
         )
     if (policy.optimizer.name, policy.optimizer.args) != (OptimizerConfig().name, {}):
         yield "policy.optimizer.name or args is set, but Megatron has AdamW alone; leave it out, or set policy.backend=fsdp"

@@ -222,7 +222,8 @@ def build_model(
     for chunk in chunks:
         for part in chunk.modules():
             if isinstance(part, CausalAttention):
-                part.attend = kernels.attend
+                part.attend, window = kernels.attend, architecture.windows[part.layer]
+                part.window = window if window and window < policy.max_total_sequence_length else None
             elif isinstance(part, GroupedExperts):
                 part.join_weights()
             elif isinstance(part, MoELayer) and part.token_dispatcher.ep_size == part.token_dispatcher.tp_size == 1:

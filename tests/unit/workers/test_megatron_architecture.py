@@ -136,17 +136,32 @@ def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("change", "tokens"),
     [
-        ({"sliding_window": 16}, None),  # Qwen configurations have one without using it
-        ({"sliding_window": 16, "use_sliding_window": True}, 16),
+        ({"sliding_window": 16}, None),
         ({"model_type": "llama", "sliding_window": 16}, 16),  # which vLLM uses
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, None),
         ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 18}, 18),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24}, 24),
     ],
 )
-def test_longer_sequences_than_windows_are_refused(change: dict[str, Any], tokens: int | None) -> None:
+def test_lengths_that_the_worker_lacks(change: dict[str, Any], tokens: int | None) -> None:
     assert read_architecture({**QWEN3, **change}).full_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"sliding_window": 16}, [None] * 4),  # Qwen configurations have one without using it
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [16]),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": None}, [None] * 4),
+        ({"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, [16] * 4),
+        ({**MOE, "sliding_window": 16, "use_sliding_window": True}, [16] * 4),
+        ({"model_type": "mistral"}, [4096] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
+        ({"model_type": "llama", "sliding_window": 16}, [None] * 4),
+    ],
+)
+def test_windows_are_those_of_transformers(change: dict[str, Any], windows: list[int | None]) -> None:
+    assert read_architecture({**QWEN3, **change}).windows == tuple(windows)
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
