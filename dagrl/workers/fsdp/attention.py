@@ -64,17 +64,24 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`query` [b, heads, s, d], `key` and `value` [b, kv_heads, s, d] -> [b, s, heads, d], causal."""
+    """`query` [b, heads, s, d], `key` and `value` [b, kv_heads, s, d] -> [b, s, heads, d], causal unless `is_causal` or the
+    module says otherwise.
+
+    A vision tower is not causal. It calls once for each image, and is handed the sequences of the text next to it, which
+    are not its own.
+    """
     if softcap is not None or s_aux is not None or attention_mask is not None:
         raise ConfigError(
             f"policy.fsdp_cfg.attn_implementation is {TORCH_VARLEN}, which has no capped logits, attention sinks or "
             f"masks as {type(module).__name__} needs them; leave it out, so that one is chosen for the model"
         )
     rows, heads, tokens, size = query.shape
-    if cu_seq_lens_q is None and sliding_window is None:  # each row is a sequence
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal or (cu_seq_lens_q is None and sliding_window is None):  # each row is a sequence
+        out = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)

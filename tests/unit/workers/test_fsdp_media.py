@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.config import Config, PolicyConfig
 from dagrl.data.media import MediaCache, MediaProcessor, open_medium
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, processor_of
@@ -104,14 +107,50 @@ def expected(family: Family, name: str) -> tuple[Tensor, int]:
     return (losses * mask[1:]).sum(), int(mask.sum())
 
 
+def attention_by_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    _keys: Tensor,
+    _q: int,
+    _k: int,
+    *,
+    scale: float,
+    is_causal: bool,
+    **_: Any,
+) -> tuple[Tensor]:
+    """Stands for the GPU's kernel: [tokens, heads, d], a sequence from each of `starts` to the next."""
+    parts = [
+        scaled_dot_product_attention(
+            *(states[begin:end].transpose(0, 1) for states in (q, k, v)), is_causal=is_causal, scale=scale, enable_gqa=True
+        ).transpose(0, 1)
+        for begin, end in pairwise(starts.tolist())
+    ]
+    return (torch.cat([*parts, torch.zeros_like(q[int(starts[-1]) :])]),)
+
+
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
-def test_losses_and_gradients_are_those_of_a_plain_loop(family: Family, rule: str, folder: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((family, "sdpa") for family in FAMILIES[:3]), (FAMILIES[0], TORCH_VARLEN)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_losses_and_gradients_are_those_of_a_plain_loop(
+    family: Family,
+    attention: str,
+    rule: str,
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `torch_varlen`, which is the default on GPUs, the tower sees whole images, and only the text has sequences."""
     from dagrl.workers.fsdp.media import MediaInputs
     from dagrl.workers.fsdp.model import HiddenStates
     from dagrl.workers.fsdp.output import base_of
 
-    model, rows = model_of(family), rows_of(family, folder, ORDER)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attention_by_sequence)
+    model, rows = deepcopy(model_of(family)), rows_of(family, folder, ORDER)
+    model.set_attn_implementation(attention)
     media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
     root = HiddenStates(model)
     root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
@@ -125,14 +164,15 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(family: Family, rule: st
         loss = loss - (logprobs.gather(-1, item.labels[..., None])[..., 0] * item.data["loss_mask"]).sum()
     loss.backward()
     gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    model.zero_grad()
+    plain = model_of(family)
+    plain.zero_grad()
     sums = [expected(family, name) for name in ORDER]
     whole = torch.stack([one for one, _ in sums]).sum()
     whole.backward()
     count = sum(number for _, number in sums)
     assert count == int(batch["loss_mask"].sum())
     torch.testing.assert_close(loss / count, whole / count, atol=1e-5, rtol=1e-5)
-    for name, one in model.named_parameters():
+    for name, one in plain.named_parameters():
         if one.grad is not None:
             torch.testing.assert_close(
                 gradients[name], one.grad, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
