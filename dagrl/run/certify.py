@@ -33,7 +33,7 @@ from dagrl.run.session import LastStep, Session
 from dagrl.run.start import in_scratch, open_session
 from dagrl.run.tape import ENGINE_STEPS, Entry, Tape, Values, read_tape, write_tape
 from dagrl.run.train import LOOPS
-from dagrl.runtime.shapes import Array
+from dagrl.runtime.shapes import Array, Batch
 from dagrl.telemetry.metrics import GRAD_NORM
 
 logger = logging.getLogger(__name__)
@@ -73,13 +73,14 @@ Verdict = Literal["equal", "within", "differs"]
 @dataclass
 class PhaseReport:
     """A phase's comparison. `largest`: the largest difference in units of its bound. `first`: the first value beyond its
-    bound, or else the first that is not equal bit for bit."""
+    bound, or else the first that is not equal bit for bit. `draws`: how log-probabilities agree where tokens do not."""
 
     phase: str
     values: int = 0
     unequal: int = 0
     largest: float = 0.0
     first: str = ""
+    draws: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -255,6 +256,8 @@ def compare(entries: Sequence[Entry], results: Sequence[Values], bounds: Bounds)
                 _compare_values(report, f"{where}{name}", old, new, _bound_of(name, bounds))
     if generated[0]:
         _compare_generated(reports["generate"], *generated, bounds.logprob)
+        if reports["generate"].verdict == "differs":
+            reports["generate"].draws = _equal_draws(entries, *generated)
     return [report for report in reports.values() if report.values or report.unequal]
 
 
@@ -316,6 +319,39 @@ def _compare_generated(report: PhaseReport, old: Values, new: Values, bound: flo
     allowed = math.floor(compared * bound)
     for what, was_, now_ in parted:
         report.add(what, was_, now_, math.inf if len(parted) > allowed else len(parted) / allowed)
+
+
+def _equal_draws(entries: Sequence[Entry], old: Values, new: Values) -> str:
+    """Compares tokens that both engines drew after the same text with weights of the same version, by whichever request.
+
+    A sampler that draws other numbers changes the tokens, and leaves their log-probabilities.
+    """
+    prompts: dict[int, int] = {}
+    for entry in entries:
+        if ENGINE_STEPS in entry.result and isinstance(entry.value, Batch) and "request_ids" in entry.value.fields:
+            fields = entry.value.fields
+            for number, tokens, length in zip(fields["request_ids"], fields["tokens"], fields["lengths"], strict=True):
+                prompts.setdefault(int(number), hash(tuple(tokens[:length].tolist())))
+
+    def drawn(values: Values) -> dict[tuple[int, int, int], float]:
+        """Returns log-probabilities by a hash of the text before, the version and the token."""
+        found = {}
+        for number, text in prompts.items():
+            name = f" of request {number}"
+            columns = (values.get(column + name, np.zeros(0)).tolist() for column in ("tokens", "versions", "logprobs"))
+            for token, version, logprob in zip(*columns, strict=True):
+                found[text, version, token] = logprob
+                text = hash((text, token))
+        return found
+
+    one, other = drawn(old), drawn(new)
+    both = one.keys() & other.keys()
+    if not both:
+        return ""
+    largest = max(abs(one[key] - other[key]) for key in both)
+    return (
+        f"{len(both)} tokens drawn by both after the same text have log-probabilities that differ by at most {largest:.2g}"
+    )
 
 
 def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, start: Array | None, bounds: Bounds) -> None:

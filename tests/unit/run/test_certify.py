@@ -136,6 +136,24 @@ def test_requests_are_compared_over_quanta_up_to_the_first_other_token() -> None
     assert compared(old, drifted)["generate"].first.startswith("logprobs of request 1 at [0]")
 
 
+def test_another_sampler_is_told_from_other_log_probabilities() -> None:
+    """Three requests, two of them with one prompt: what one engine drew for the first, the other drew for the second."""
+    fields = {
+        "request_ids": np.array([1, 2, 3]),
+        "lengths": np.array([1, 1, 2]),
+        "tokens": np.array([[9, 0], [9, 0], [9, 8]]),
+    }
+    old = quantum(request(1, [5, 6], -1.0), request(2, [4, 7], -2.0), request(3, [5], -3.0))
+    new = quantum(request(1, [4, 6], -2.0), request(2, [5, 7], -1.0), request(3, [4], -3.5))
+    [report] = compare([Entry("generate", Batch(fields, {}), None, old)], [new], F32)
+    assert report.verdict == "differs" and report.draws.startswith("2 tokens drawn by both after the same text")
+    assert report.draws.endswith("differ by at most 0")
+    assert report.draws in certificate_text(Certificate("mine", {}, [report]))
+    other = quantum(request(1, [4, 6], -2.5), request(2, [5, 7], -1.0), request(3, [5], -3.5))
+    [report] = compare([Entry("generate", Batch(fields, {}), None, old)], [other], F32)
+    assert report.draws.startswith("3 tokens") and report.draws.endswith("at most 0.5")
+
+
 def test_few_other_draws_are_within_the_bound_of_rounded_log_probabilities() -> None:
     tokens = list(range(100))
     old = [("generate", quantum(*(request(number, tokens) for number in range(4))))]
