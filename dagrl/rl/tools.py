@@ -165,14 +165,23 @@ def _call_parser(tools: tuple[str, ...], name: str, tokenizer: str) -> CallParse
 
 
 def vllm_parser(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> CallParser:
-    """Returns vLLM's parser `name` for tools with these schemas, a JSON text. Imports vLLM, which takes seconds."""
+    """Returns vLLM's parser `name` for tools with these schemas, a JSON text. Imports vLLM, which takes seconds.
+
+    Raises ConfigError for a name that vLLM does not know, or a parser that is of another model or reads no texts.
+    """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     # A policy that learns makes calls that cannot be parsed, and vLLM's parsers log a traceback of each.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     request = ChatCompletionRequest(messages=[], tools=json.loads(schemas), tool_choice="auto")
-    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+        parser.extract_tool_calls("", request)
+    except Exception as error:  # each parser has its own
+        raise ConfigError(
+            f"environment.tool_parser: vLLM's {name!r} cannot read this model's turns; choose another ({error_text(error)})"
+        ) from error
 
     chat = Chat(tokenizer)
     special = "|".join(map(re.escape, sorted(tokenizer.all_special_tokens, key=len, reverse=True)))

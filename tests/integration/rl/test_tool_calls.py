@@ -15,6 +15,7 @@ from dagrl.config import EnvironmentConfig
 from dagrl.data.chat import chat_of
 from dagrl.data.replies import reply_row
 from dagrl.data.tokenization import Prompt
+from dagrl.errors import ConfigError
 from dagrl.rl.agents.episode import Limits
 from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment, reply_text
 from dagrl.rl.generation import FinishedRequest
@@ -75,6 +76,13 @@ def test_calls_that_special_tokens_mark_are_found() -> None:
     parse = vllm_parser(json.dumps(tool_schemas(load_tools([f"{__name__}:add"]))), "hermes", tokenizer)
     assert turn == said and parse(turn) == Calls("I ask.", [Call("add", '{"a": 2, "b": 3}')])
     assert parse("5<tool_call>") == Calls("5", [])
+
+
+@pytest.mark.parametrize("name", ["openai", "llama3_json", "nobody"])
+def test_a_parser_that_reads_no_turns_of_the_model_is_an_error(name: str) -> None:
+    """vLLM's own for gpt-oss reads tokens alone; another one misses its marks; the last is unknown."""
+    with pytest.raises(ConfigError, match=rf"environment\.tool_parser: vLLM's '{name}' cannot read .* choose another"):
+        vllm_parser(json.dumps(tool_schemas({"add": add})), name, character_tokenizer(CHARACTERS, TEMPLATE))
 
 
 def test_a_tool_call_and_its_result(served: Served) -> None:
