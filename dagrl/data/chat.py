@@ -184,11 +184,11 @@ class Chat:
 
     @cached_property
     def _shown_tokens(self) -> frozenset[int]:
-        """The added tokens that the template writes in a conversation with calls and thoughts."""
-        question, call = exchange([("f", None)])
-        thoughtful = call | dict.fromkeys(THOUGHTS, ANSWER)
-        text = self._formats[1].shown([question, thoughtful]) or self._formats[1].shown([question, call])
-        return self.encoder.added.intersection(self.encoder.ids(text))
+        """The added tokens that the template writes in conversations with texts, calls and thoughts, before their ends."""
+        thoughts = dict.fromkeys(THOUGHTS, ANSWER)
+        asked = [[question, turn | more] for question, turn in map(exchange, ([], [("f", None)])) for more in ({}, thoughts)]
+        texts = [self._formats[1].shown(turns).rstrip() for turns in asked]
+        return self.encoder.added.intersection(token for text in texts for token in self.encoder.ids(text)[:-1])
 
     @cached_property
     def endings(self) -> list[str]:

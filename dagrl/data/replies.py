@@ -60,6 +60,8 @@ def reply_row(
     text = joint.text[: joint.after + len(chat.end.after) + (most + 1) * chat.encoder.longest]
     (encoded,) = chat.encoder.encode([text])
     place = joint.after if closed else _written(chat, turn, encoded, text, joint)
+    if not closed and last in stops & chat.encoder.added and (inside := chat.encoder.decode([last])) in text[: joint.end]:
+        place = text.rindex(inside, 0, joint.end) + len(inside)  # the template's text goes on there
     if chat.encoder.is_cut(encoded, place):
         tokens = encoded.ids[encoded.index(place) :]
     else:

@@ -261,17 +261,23 @@ def test_replies_are_those_of_the_whole_conversation(kind: Kind) -> None:
         assert list(following.tokens) == whole[-len(following.tokens) :]
 
 
-@pytest.mark.parametrize("end", ["</tool_call>", "<|endoftext|>"])
-def test_the_end_follows_a_stop_that_is_written_inside_of_turns(end: str) -> None:
-    """The policy stops after `</tool_call>`, and the template ends that turn; `<|endoftext|>` ends it as well."""
-    tokenizer = tokenizer_of(KINDS[0])
+@pytest.mark.parametrize("rest", ["", "<|done|>"])
+@pytest.mark.parametrize("stop", ["</tool_call>", "<|endoftext|>"])
+def test_the_end_follows_a_stop_that_is_written_inside_of_turns(stop: str, rest: str) -> None:
+    """After `</tool_call>` the template's text goes on, to the end of the turn; `<|endoftext|>` ends a turn as well."""
+    kind = KINDS[0]
+    if rest:
+        template = kind.template.replace("</tool_call>", "</tool_call>" + rest)
+        kind = replace(kind, template=template, added=(*kind.added, rest))
+    tokenizer, other = tokenizer_of(kind), stop != "</tool_call>"
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}]
     (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer)
-    turn = [*parts(row)[0][:-1], tokenizer.eos_token_id] if end == "<|endoftext|>" else parts(row)[0][:-1]
-    assert tokenizer.convert_ids_to_tokens(turn[-1]) == end
-    whole = truth(KINDS[0], shown(KINDS[0], [*turns, RESULTS[0]]), TOOLS, opened=True)
-    closed = len(row) - 1 + (end == "<|endoftext|>")  # the last token of the row is <|im_end|>
-    assert reply_tokens(chat_of(tokenizer), turn, frozenset({turn[-1]}), RESULTS[:1], TOOLS, 1000) == whole[closed - 1 :]
+    (sampled,), ends = parts(row), tokenizer([rest, stop]).input_ids
+    turn = [*sampled[:-1], *ends[1]] if other else sampled[: -1 - len(ends[0])]
+    assert tokenizer.convert_ids_to_tokens(turn[-1]) == stop
+    whole = truth(kind, shown(kind, [*turns, RESULTS[0]]), TOOLS, opened=True)
+    reply = reply_tokens(chat_of(tokenizer), turn, frozenset({turn[-1]}), RESULTS[:1], TOOLS, 1000)
+    assert reply == whole[int(row.loss_mask.argmax()) + len(turn) :]
 
 
 @pytest.mark.parametrize("name", ["Gemma 4", "gpt-oss", "GLM-4.5, TRL", "Apertus, tools", "Kimi K2"])
