@@ -42,14 +42,13 @@ class RefitCase:
     tp: int
     fp8: bool = False
     expert_parallel: bool = False
-    to_megatron: bool = False
     colocated: bool = False
 
     @property
     def name(self) -> str:
         """Name in the style of NeMo-RL's tables: `4B TP2PP2->TP4`."""
         to = "EP" if self.expert_parallel else "TP"
-        where = " Megatron" if self.to_megatron else " colocated" if self.colocated else ""
+        where = " colocated" if self.colocated else ""
         return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{where}"
 
     @property
@@ -60,7 +59,7 @@ class RefitCase:
     @property
     def kind(self) -> tuple[object, ...]:
         """What the first case of each kind has in common with the others; it is measured by more methods."""
-        return self.model, self.fp8, self.to_megatron, self.gpus, self.ranks
+        return self.model, self.fp8, self.gpus, self.ranks
 
     @property
     def label(self) -> str:
@@ -87,11 +86,6 @@ class RefitCase:
         return self.train.world_size if self.colocated else self.ranks
 
     @property
-    def generation(self) -> ParallelLayout:
-        """The generation side's layout, if it is built from Megatron modules."""
-        return ParallelLayout(tp=self.tp)
-
-    @property
     def aliases(self) -> Mapping[str, str] | None:
         """The parameter that feeds a separate head if embeddings are tied."""
         return TIED_HEAD if self.config["tie_word_embeddings"] else None
@@ -102,8 +96,6 @@ class RefitCase:
 
     def destinations(self) -> list[list[WeightSlice]]:
         """Returns the slices of each generation rank."""
-        if self.to_megatron:
-            return [megatron_weight_slices(self.config, self.generation, rank) for rank in range(self.tp)]
         layers = cast(int, self.config["num_hidden_layers"])
         quantized = {"hf_overrides": {"quantization_config": block_fp8(layers)}} if self.fp8 else {}
         arguments = {"dtype": "bfloat16", "enable_expert_parallel": self.expert_parallel, **quantized}
@@ -130,19 +122,16 @@ def _cases() -> Iterator[RefitCase]:
             yield RefitCase("4B", same, 2, colocated=True)
             yield RefitCase("4B", ParallelLayout(pp=2), 2)
             yield RefitCase("4B", ParallelLayout(dp=2), 2)
-            yield RefitCase("4B", ParallelLayout(pp=2), 2, to_megatron=True)
         if half == 4:
             yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4)
             yield RefitCase("4B", ParallelLayout(tp=2, dp=2), 4)
-            yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4, to_megatron=True)
-        yield RefitCase("4B", same, half, to_megatron=True)
 
 
 CASES = tuple(_cases())
 TRIALS = (
     RefitCase("trial", ParallelLayout(pp=2), 2),
     RefitCase("trial", ParallelLayout(tp=2), 2, fp8=True),
-    RefitCase("trial", ParallelLayout(tp=2, pp=2), 4, to_megatron=True),
+    RefitCase("trial", ParallelLayout(tp=2, pp=2), 4),
     RefitCase("trial", ParallelLayout(), 1, colocated=True),
 )
 

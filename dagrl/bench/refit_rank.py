@@ -30,7 +30,7 @@ from dagrl.bench.refit_rivals import (
     copied_bytes_per_second,
     raw_bytes_per_second,
 )
-from dagrl.bench.refit_sides import Side, leave_vllm, megatron_model, modules_side, vllm_side
+from dagrl.bench.refit_sides import Side, megatron_model, modules_side, vllm_side
 from dagrl.bench.refit_truth import clear, described, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.channels import ChannelSpec, open_channel
@@ -41,8 +41,8 @@ from dagrl.refit.connect import device_name
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 
-PORTS = 4
-"""Ports of a case: for the process groups of the train side, of a Megatron generation side, and of both; for the channel."""
+PORTS = 3
+"""Ports of a case: for the process groups of the train side and of both sides, and for the channel."""
 
 TIMEOUT_S, WARMUP, PAUSES = 20.0, 2, 5
 
@@ -81,10 +81,7 @@ class Rank:
         *self._group_addresses, address = (f"127.0.0.1:{port}" for port in ports)
         self._made: dict[str, Method] = {}
         self._makers: dict[str, Callable[[], Method]] = {}
-        if case.to_megatron:
-            self._build_resharding()
-        else:
-            self._build_side()
+        self._build_side()
         if self.is_sender:
             fill(self.side.tensors, self.side.slices)
         self.control.barrier()  # one side may take much longer to build
@@ -93,7 +90,7 @@ class Rank:
         self._case.callback(self.channel.close)
         self._raw = self._raw_gb_per_s()
         self._offer("dagrl")
-        if thorough and not case.to_megatron:
+        if thorough:
             if case.colocated:  # as with memory that cannot be mapped, such as expandable segments
                 self._offer("dagrl by messages")
             self._offer("dagrl verify=checksum", verify="checksum")
@@ -124,8 +121,6 @@ class Rank:
         self._made.clear()
         self._makers.clear()
         self._case.close()
-        if self.case.to_megatron:
-            self._let_go()
 
     @property
     def side(self) -> Side:
@@ -149,17 +144,6 @@ class Rank:
         else:
             side = vllm_side(case, rank, self._destinations[rank], self.device)
         self._built = (key, side)
-
-    def _build_resharding(self) -> None:
-        """Builds both sides as Megatron-Core's own resharding wants them."""
-        from dagrl.bench.refit_resharding import Resharding
-
-        self._let_go()
-        leave_vllm()
-        resharding = Resharding(self.case, self.rank, self._group_addresses, self.device, 4 * TIMEOUT_S)
-        self._case.callback(resharding.close)
-        self._built = ("resharding", resharding.side)
-        self._makers["megatron.core.resharding"] = lambda: Method(resharding.swap(), {"staging_bytes": 0})
 
     def _let_go(self) -> None:
         self._built = None
@@ -242,7 +226,7 @@ class Rank:
             self._makers[name] = partial(self._rival, make)
         if has_loader and self.size == 2:
             for name, packed, ready in (("", False, False), (" packed", True, False), (", exported before", False, True)):
-                arguments = (self.device, backend, self._group_addresses[2], packed, ready)
+                arguments = (self.device, backend, self._group_addresses[1], packed, ready)
                 engine = partial(VllmEngine, case, self.side, self.control, *arguments)
                 self._makers[f"vLLM {backend}{name}"] = partial(self._rival, engine)
 

@@ -79,15 +79,6 @@ def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, 
     return build(directory, case.tp, rank, torch.bfloat16, device, **options)
 
 
-def leave_vllm() -> None:
-    """Leaves the process group in which vLLM's modules were built, if any."""
-    if torch.distributed.is_initialized():
-        from vllm.distributed import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-
-
 def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors that `slices` name. Raises KeyError if the modules lack one."""
     names = dict.fromkeys(held.tensor for one in expand(slices) for held in (one, one.scales) if held is not None)

@@ -1,7 +1,6 @@
 """Compares SFT steps of `dagrl train` with a plain Megatron loop: time, MFU, memory, and equal losses.
 
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 4b:tp4 [--rows 16] [--length 2048] [--micro 2] [--json F]
-    dagrl bench train --cases "0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" --parts     with the GPU's time by kernel
     dagrl bench train --cases 8b@28:dp1 --sides dagrl                                      dagrl alone
 
 A case is a model and a layout, `4b:tp2pp2` or `30b@6:dp4ep4` (shortened to 6 layers), with keys that both sides read. Each
@@ -76,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=count, default=2048, help="tokens per sequence")
     parser.add_argument("--micro", type=count, default=2, help="sequences per microbatch")
     parser.add_argument("--steps", type=count, default=6, help="counted steps of a turn")
-    parser.add_argument("--parts", action="store_true", help="also profile a step of one worker on one GPU")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
 
 
@@ -155,8 +153,6 @@ def dagrl_turn(case: TrainCase, options: argparse.Namespace, config: Path) -> di
     facts = {"overhead_ms": 1e3 * facts["perf/step_overhead_s"], "losses": [line["loss"] for line in lines]} | (
         {"peak_memory_gib": facts["perf/peak_memory_gib"]} if "perf/peak_memory_gib" in facts else {}
     )
-    if options.parts and case.layout.world_size == 1:
-        facts["parts_ms"] = execute("dagrl.bench.train_parts", {"config": str(config)})
     return {case.name: Turn([line["timing_s/total"] for line in lines[SETTLING:-1]], facts)}
 
 

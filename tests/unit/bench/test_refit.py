@@ -12,14 +12,12 @@ from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_control import Control
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
 from dagrl.bench.refit_plan import configuration
-from dagrl.bench.refit_resharding import _along
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.store import reserve_port
 
 
@@ -52,11 +50,11 @@ def test_wrong_parameters_fail_the_method() -> None:
 def test_a_case_needs_the_gpus_of_both_sides() -> None:
     wanted = "4B TP2PP2->TP4"
     chosen, left_out = largest_that_fit(8, 140 << 30, [wanted])
-    assert [(case.name, case.to_megatron) for case in chosen] == [(wanted, False), (f"{wanted} Megatron", True)]
+    assert [case.name for case in chosen] == [wanted]
     assert not left_out
     chosen, left_out = largest_that_fit(4, 140 << 30, [wanted])
     assert not chosen
-    assert left_out == dict.fromkeys((f"{wanted} bf16", f"{wanted} Megatron bf16"), "needs 8 GPUs, found 4")
+    assert left_out == {f"{wanted} bf16": "needs 8 GPUs, found 4"}
     assert len({(case.name, case.dtype) for case in CASES}) == len(CASES)
     chosen, left_out = largest_that_fit(1, 24 << 30, ["4B TP1->TP1"])
     assert [(case.name, case.dtype, case.ranks) for case in chosen] == [
@@ -64,7 +62,7 @@ def test_a_case_needs_the_gpus_of_both_sides() -> None:
     ]
     assert left_out["4B TP1->TP1 bf16"] == "needs 2 GPUs, found 1"
     assert "needs 20 GB" in largest_that_fit(1, 16 << 30, ["4B TP1->TP1 colocated"])[1]["4B TP1->TP1 colocated bf16"]
-    assert [case.name for case in trials(["trial TP2PP2"])] == ["trial TP2PP2->TP4 Megatron"]
+    assert [case.name for case in trials(["trial TP2PP2"])] == ["trial TP2PP2->TP4"]
 
 
 @pytest.mark.parametrize("mapping", TABLE, ids=str)
@@ -74,13 +72,6 @@ def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
     check_settings(config, RunPlan.of(config))
     plan = RunPlan.of(config)
     check_model(config, plan, mapping.model, worker_classes(config, plan))
-
-
-def test_groups_are_the_ranks_along_an_axis() -> None:
-    layout = ParallelLayout(tp=2, pp=2, dp=2)
-    assert list(_along(layout, "tp")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert list(_along(layout, "dp")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 class _Engine:
