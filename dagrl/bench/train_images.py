@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from dagrl.telemetry.record import RunPaths
 
 WIDTH = 512
 PACKED = {"enabled": True, "train_mb_tokens": 2 * WIDTH, "logprob_mb_tokens": 2 * WIDTH}
-PICTURES = [[(40, 70)], [], [(64, 64), (33, 90)], [(96, 32)]]
-"""Heights and widths of each row's images."""
+PICTURES = [[(40, 70)], [], [(64, 64), (33, 90), (64, 64)], [(96, 32)], [(40, 70)], [(96, 32)]]
+"""Heights and widths of each row's images. Those of one size are equal, as in the samples of a prompt."""
 
 
 def main() -> None:
@@ -54,9 +55,10 @@ def make_rows(processor: MediaProcessor, store: MediaStore) -> tuple[Batch, list
     from PIL import Image
 
     generator, encoder = np.random.default_rng(3), TextEncoder(processor.tokenizer)
+    drawn = {size: Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in chain(*PICTURES)}
     rows, inputs = [], []
     for sizes in PICTURES:
-        images = [Image.fromarray(generator.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
+        images = [drawn[size] for size in sizes]
         media = []
         for image, size in zip(images, sizes, strict=True):
             file = io.BytesIO()

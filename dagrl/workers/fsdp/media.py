@@ -1,14 +1,16 @@
 """What a model's forward pass takes for the images of a microbatch: pixels, grids, types of tokens and positions.
 
 The images are those whose tokens are in the microbatch (`dagrl.data.media`), row by row. The model's own processor makes the
-tensors of all of them at once, each sequence a conversation. Imported only where torch is.
+tensors of all of them at once, each sequence a conversation. Where the tower computes each image by itself, one that several
+sequences have, as those of a group do, is computed once. Imported only where torch is.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -65,7 +67,8 @@ class MediaInputs:
         self._known = {*inspect.signature(base.forward).parameters} - {"input_ids", "attention_mask", "position_ids"}
         self.masks = "token_type_ids" in self._known  # tokens of an image see each other
         self._placeholders = sorted(processor.image_token_ids)
-        self._ropes = hasattr(base, "get_rope_index")  # positions of images in several dimensions
+        self._ropes = hasattr(base, "get_rope_index")  # positions of images in several dimensions, and features of each
+        self._repeats: list[int] = []  # the number of each image of a microbatch among different ones, if some are equal
 
     def arguments(self, tokens: Tensor, positions: Tensor, media: Tensor) -> dict[str, Any]:
         """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""
@@ -76,16 +79,24 @@ class MediaInputs:
         firsts, sequences = media < 0, (positions == 0).flatten().cumsum(0).view(positions.shape)
         shown = zip(sequences[firsts].tolist(), (-media[firsts]).tolist(), strict=True)
         groups = [[medium for _, medium in own] for _, own in groupby(shown, key=itemgetter(0))]
+        self._repeats = []
         if not groups:
             return arguments
-        arguments |= {name: value.to(tokens.device) for name, value in self._tensors(groups).items()}
+        every = [medium for own in groups for medium in own]
+        numbers = {medium: number for number, medium in enumerate(dict.fromkeys(every))}
+        places = [numbers[medium] for medium in every]
+        if self._ropes and len(numbers) < len(every):
+            groups, self._repeats = [[medium] for medium in numbers], places
+        tensors = self._tensors(groups)
+        arguments |= {name: value.to(tokens.device) for name, value in tensors.items()}
         if self._ropes:
-            arguments["position_ids"] = self._rope_positions(tokens, positions, media, arguments)
+            grids = tensors["image_grid_thw"][self._repeats or slice(None)]
+            arguments["position_ids"] = self._rope_positions(tokens, positions, media, grids)
         return arguments
 
     @contextmanager
     def input_ids(self, tokens: Tensor, media: Tensor) -> Iterator[Tensor]:
-        """Context for a forward pass on the ids that it returns.
+        """Context for a forward pass on the ids that it returns, with the `arguments` of the same microbatch.
 
         Placeholders in a text, which a policy may sample, get another id there: models look for images by tokens alone. They
         keep their own embedding.
@@ -93,10 +104,14 @@ class MediaInputs:
         texts = torch.isin(tokens, torch.tensor(self._placeholders, device=tokens.device)) & (media == 0)
         other = next(token for token in count() if token not in self._placeholders)
         self._given = texts, tokens
+        if self._repeats:
+            self._base.get_image_features = partial(_repeated, self._base.get_image_features, self._repeats)
         try:
             yield torch.where(texts, other, tokens)
         finally:
             self._given = None
+            if self._repeats:
+                del self._base.get_image_features  # that of its class again
 
     def _embed_as_given(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._given is None:
@@ -138,12 +153,13 @@ class MediaInputs:
         output = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
         return {name: value for name, value in output.items() if name in self._known and name not in TYPES}
 
-    def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, arguments: dict[str, Any]) -> Tensor:
+    def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, grids: Tensor) -> Tensor:
         """Returns positions [4, b, s]: those of text, by which sequences of a row are told apart, and the model's own three.
 
-        Sequences begin where positions do. The model's function takes one sequence at a time, and reads it on the host.
+        `grids` [images, 3] are those of all images. Sequences begin where positions do. The model's function takes one
+        sequence at a time, and reads it on the host.
         """
-        shape, grids = tokens.shape, arguments["image_grid_thw"].cpu()
+        shape = tokens.shape
         flat = [one.flatten().cpu() for one in (tokens, positions, media)]
         starts = [*torch.nonzero(flat[1] == 0).flatten().tolist(), len(flat[0])]
         parts, first = [], 0
@@ -156,6 +172,23 @@ class MediaInputs:
             first += images
         own = torch.cat(parts, dim=1).view(3, *shape).to(positions.device)
         return torch.cat([positions[None], own])
+
+
+def _repeated(compute: Callable[..., Any], places: list[int], *arguments: Any, **options: Any) -> Any:
+    """Returns the features of images, of which `compute` has each once, in these places."""
+    features = compute(*arguments, **options)
+    parts: Sequence[Tensor] = features.pooler_output  # of each image
+    features.pooler_output = tuple(parts[place] for place in places)
+    if (deep := getattr(features, "deepstack_features", None)) is not None:
+        features.deepstack_features = [_in_places(layer, [len(part) for part in parts], places) for layer in deep]
+    return features
+
+
+def _in_places(layer: Tensor | Sequence[Tensor], sizes: list[int], places: list[int]) -> Tensor | tuple[Tensor, ...]:
+    """Returns features of images, in these places, in one tensor if they were in one."""
+    parts = torch.split(layer, sizes) if isinstance(layer, Tensor) else layer
+    chosen = tuple(parts[place] for place in places)
+    return torch.cat(chosen) if isinstance(layer, Tensor) else chosen
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor] | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from dagrl.config import PolicyConfig
 from dagrl.config.settings import least_shared
-from dagrl.data.media import MEDIA
+from dagrl.data.media import MEDIA, ids_in
 from dagrl.errors import DataError
 from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
@@ -104,7 +105,7 @@ def _packed(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank)
     """Packs sequences into one row per microbatch, all of one width on every data-parallel worker."""
     each, budget = _sequence_multiple(rule, rank.layout), _budget(rule, rank.layout)
     least = rule.least_shared if rule.shares(rank.layout) else None
-    groups = prefix_groups(batch, least)
+    groups = image_groups(batch) if least is None and MEDIA in batch.fields else prefix_groups(batch, least)
     units = list(divided(groups, lengths, budget))
     sizes = [sum(piece.tokens for piece in _pieces([unit], lengths, each)) for _, unit in units]
     bins = pack(sizes, budget)
@@ -262,6 +263,14 @@ def prefix_groups(batch: Batch, least: float | None) -> list[PrefixGroup]:
     runs = _best(_common_tokens(batch, rows).tolist(), 0, len(rows), 0)[1]
     groups = [PrefixGroup(tuple(rows[start:stop].tolist()), shared) for start, stop, shared in runs]
     return groups if sum(group.saved for group in groups) >= least * batch["lengths"].sum() else alone
+
+
+def image_groups(batch: Batch) -> list[PrefixGroup]:
+    """Returns groups of neighbours with equal images, which a microbatch computes once, without shared prefixes."""
+    rows = np.flatnonzero(batch["lengths"]).tolist()
+    keys = [tuple(ids_in(batch[MEDIA][row])) or (-1, row) for row in rows]  # rows without images are alone
+    runs = groupby(zip(keys, rows, strict=True), key=itemgetter(0))
+    return [PrefixGroup(tuple(row for _, row in run), 0) for _, run in runs]
 
 
 def divided(groups: Sequence[PrefixGroup], lengths: npt.NDArray[np.int64], budget: int) -> Iterator[tuple[int, PrefixGroup]]:

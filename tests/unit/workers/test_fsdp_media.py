@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from dagrl.data.media import MediaCache, MediaProcessor, open_medium
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.train.microbatches import split_batch
-from dagrl.workers.train.row_plans import ParallelRank, SplitRule, prefix_groups
+from dagrl.workers.train.row_plans import ParallelRank, SplitRule, plan_rows, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, folder, read, truth, turns_of  # noqa: F401
 
@@ -247,6 +249,52 @@ def test_images_are_processed_once_where_the_processor_treats_each_alone(family:
         2 * len(media) if family.name == "Idefics3" else 0
     )  # it puts the tiles of a row's images in a dimension of their own
     assert len(opened) == 2 * len(media) + again
+
+
+def test_an_image_of_several_sequences_is_computed_once(folder: Path) -> None:  # noqa: F811
+    """Hidden states are those of the sequences by themselves."""
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.output import base_of
+
+    family, model = FAMILIES[0], deepcopy(model_of(FAMILIES[0]))
+    rows = rows_of(family, folder, ["one", "the same twice", "one"])
+    media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
+    root = HiddenStates(model)
+    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    seen: list[int] = []
+    model.model.visual.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    batch = collate(rows, media=True)
+    tokens, ids = torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["media"])
+    positions = torch.arange(tokens.shape[1]).expand(len(rows), -1)
+    together = root(tokens, positions, media=ids)
+    for number, row in enumerate(rows):
+        own = slice(number, number + 1), slice(len(row))
+        torch.testing.assert_close(together[own], root(tokens[own], positions[own], media=ids[own]), atol=1e-5, rtol=1e-5)
+    whole, first, second, _ = seen
+    assert whole == first + second, "two different images, though four stand in the rows"
+    assert "get_image_features" not in vars(model.model)
+
+
+def test_packed_rows_with_equal_images_stay_together() -> None:
+    """Each row is in one microbatch, and these have fewer different images than without groups."""
+    place = ParallelLayout().coordinates(0)
+    rank = ParallelRank(ParallelLayout(), place, None, None, torch.device("cpu"))
+    images, lengths = np.repeat(np.arange(4), 8), np.random.default_rng(0).integers(60, 140, 32)  # 0: none
+    media = np.zeros((32, 140), np.int64)
+    media[:, 1] = -images
+    fields = {"tokens": np.ones_like(media), "lengths": lengths}
+
+    def different(batch: Batch) -> int:
+        plans = [
+            [piece.row for row in plan for piece in row if piece.row >= 0]
+            for plan in plan_rows(batch, RULES["packed"], rank)
+        ]
+        assert sorted(row for plan in plans for row in plan) == list(range(32))
+        assert all(lengths[plan].sum() <= RULES["packed"].tokens for plan in plans)
+        return sum(len(set(images[plan].tolist()) - {0}) for plan in plans)
+
+    assert different(Batch({**fields, "media": media})) < different(Batch(fields))
 
 
 def test_a_sequence_with_one_image_is_cut_as_its_processor_cuts_one() -> None:
