@@ -22,8 +22,8 @@ from dagrl.config import Config, Json
 from dagrl.data import Example, open_sampler
 from dagrl.data.chat import chat_of
 from dagrl.data.encoder import shared
-from dagrl.data.media import Medium
-from dagrl.data.messages import THOUGHTS, Messages, with_parsed_arguments
+from dagrl.data.examples import Message
+from dagrl.data.messages import THOUGHTS, with_parsed_arguments
 from dagrl.data.tokenization import Demonstration, Prompt, Row, turns_of
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
@@ -52,8 +52,8 @@ MEANINGS = {
 MARK = "\ue000"
 """Replaces texts of the data, one after the other, to see where the template writes them. It has no meaning in Unicode."""
 
-BEFORE = 8
-"""Places where a conversation may start in its row: a processor may add special tokens before it."""
+AFTER = 2
+"""Most tokens of a row after the template's text: an end that it does not write, and one whose value is learned."""
 
 MOST = 200
 """Tokens of a line of which all are shown; of a longer one the first and the last half of as many."""
@@ -69,19 +69,21 @@ def text_report(config: Config, count: int, console: Console) -> str:
     if count < 1:
         raise ConfigError(f"--text {count}: expected: 1 or more examples")
     inputs, examples = read_data(config)
-    by_source = {example.source: example for example in examples}
+    by_source: dict[str, list[Example]] = {}  # a task may give several the same
+    for example in examples:
+        by_source.setdefault(example.source, []).append(example)
     view = _View(inputs, stop_tokens(inputs))
     ends = ", ".join(f"{token} {view.text(token)}" for token in sorted(view.stops))
     parts: list[RenderableType] = [Text.assemble(*((f"{kind}: {MEANINGS[kind]}\n", STYLES[kind]) for kind in MEANINGS))]
     parts.append(Text(f"A completion ends with {ends}." + (f" The date is {view.day}." if view.day else "")))
     for row in _first(inputs.demonstrations, inputs.config, count):
-        parts += view.sequence("SFT", row, by_source.get(row.source))
+        parts += view.sequence("SFT", row, by_source.get(row.source, ()))
     for pair in _first(inputs.preferences, inputs.config, count):
-        example = by_source.get(pair.source)
-        parts += view.sequence("chosen", pair.chosen, example)
-        parts += view.sequence("rejected", pair.rejected, example and example.rejected)
+        both = by_source.get(pair.source, ())
+        parts += view.sequence("chosen", pair.chosen, both)
+        parts += view.sequence("rejected", pair.rejected, [one.rejected for one in both if one.rejected is not None])
     for prompt in _first(inputs.prompts, inputs.config, count):
-        parts += view.prompt(prompt, by_source.get(prompt.source))
+        parts += view.prompt(prompt, by_source.get(prompt.source, ()))
     with console.capture() as capture:
         console.print(*parts, sep="\n")
     return capture.get()
@@ -110,20 +112,19 @@ class _View:
         """Returns the text of a token alone."""
         return _shown(self._decode([token]))
 
-    def sequence(self, name: str, row: Demonstration, example: Example | None) -> list[RenderableType]:
+    def sequence(self, name: str, row: Demonstration, examples: Sequence[Example]) -> list[RenderableType]:
         """Shows a whole sequence."""
         tokens, learned = row.tokens.tolist(), row.loss_mask > 0
-        given = self._given(tokens, example)
+        given = self._given(tokens, examples)
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
-        if example is not None and example.messages:
-            kinds = self._with_after(tokens, learned.tolist(), kinds, self._chat.of(example.tools).end.after)
+        if examples and examples[0].messages:
+            kinds = self._with_after(tokens, learned.tolist(), kinds, self._chat.of(examples[0].tools).end.after)
         return self._table(f"{name}: {row.source}, {len(tokens)} tokens, {int(learned.sum())} in the loss", tokens, kinds)
 
-    def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
+    def prompt(self, prompt: Prompt, examples: Sequence[Example]) -> list[RenderableType]:
         """Shows what is sampled from, and the reference."""
         tokens = prompt.tokens.tolist()
-        count = len(example.messages) - 1 if example is not None else None
-        kinds = ["data" if given else "template" for given in self._given(tokens, example, count)]
+        kinds = ["data" if given else "template" for given in self._given(tokens, examples, opened=True)]
         reference = f", reference {_shown(prompt.reference)[:MOST]}" if prompt.reference else ""
         title = f"prompt: {prompt.source}, {len(tokens)} tokens{reference}"
         return self._table(title, tokens, kinds, ("SAMPLE", "..."))
@@ -167,39 +168,46 @@ class _View:
             table.add_row(Text(kind, STYLES[kind]), Text(content, STYLES[kind]))
         return [Text(f"\n{title}", "bold underline"), table]
 
-    def _given(self, tokens: Sequence[int], example: Example | None, count: int | None = None) -> list[bool]:
-        """Returns which tokens have text of the data: where the template's text changes with one of the messages.
+    def _given(self, tokens: Sequence[int], examples: Sequence[Example], *, opened: bool = False) -> list[bool]:
+        """Returns which tokens have text of the data: those of the first of `examples` that has these tokens.
 
-        `count`: a prompt has as many messages, after which the template opens a turn.
+        Other tokens are the template's. `opened`: the last message is left out, and the template opens its turn.
         """
-        chat, given = self._chat.of(example.tools if example else ()), [False] * len(tokens)
-        if example is None or not example.messages:
+        if examples and not examples[0].messages:
             edges = self._special - {self._tokenizer.unk_token_id}
-            return [example is not None and token not in edges for token in tokens]
-        for last in [count] if count is not None else range(len(example.messages), 0, -1):  # a row may have the first turns
-            messages = example.messages[:last]
-            turns = [_plain_turn(turn) for turn in turns_of(messages)]
-            media = [medium for message in messages for medium in message.media]
+            return [token not in edges for token in tokens]
+        for example in examples:
+            count = len(example.messages)
+            for last in [count - 1] if opened else range(count, 0, -1):  # a row may have the first turns alone
+                if given := self._given_by(tokens, example, example.messages[:last], opened):
+                    return given
+        return [False] * len(tokens)
 
-            def shown(turns: Messages = turns, media: Sequence[Medium] = media) -> str:
-                text = chat.render(turns, example.tools, opened=count is not None, **example.variables)
-                return text if self._processor is None else self._processor.expand(text, media, example.source).text
+    def _given_by(self, tokens: Sequence[int], example: Example, messages: Sequence[Message], opened: bool) -> list[bool]:
+        """Returns the same for some messages: the template's text changes there with one of them. Empty for other tokens."""
+        chat, media = self._chat.of(example.tools), [medium for message in messages for medium in message.media]
+        turns = [_plain_turn(turn) for turn in turns_of(messages)]
 
-            (encoded,) = chat.encoder.encode([text := shown()])
-            starts = range(len(tokens) - len(encoded.ids) + 1)[:BEFORE]
-            first = next((at for at in starts if tokens[at : at + len(encoded.ids)] == encoded.ids), None)
-            if first is None:
-                continue
-            for holder, key in [slot for turn in turns for slot in _slots(turn)]:
-                kept, holder[key] = holder[key], MARK
-                with suppress(Exception):  # a template that takes only some texts
-                    other = shown()
-                    start = shared(text, other)
-                    end = len(text) - shared(text[start:][::-1], other[start:][::-1])
-                    (number, edge), past = encoded.cut(start), encoded.index(end)
-                    given[first + number - (not edge) : first + past] = [True] * (past - number + (not edge))
-                holder[key] = kept
-            break
+        def shown() -> str:
+            text = chat.render(turns, example.tools, opened=opened, **example.variables)
+            return text if self._processor is None else self._processor.expand(text, media, example.source).text
+
+        (encoded,) = chat.encoder.encode([text := shown()])
+        more = len(tokens) - len(encoded.ids)  # special tokens before, an end that the template does not write
+        starts = range(max(0, more - AFTER), more + 1)
+        first = next((at for at in starts if tokens[at : at + len(encoded.ids)] == encoded.ids), None)
+        if first is None:
+            return []
+        given = [False] * len(tokens)
+        for holder, key in [slot for turn in turns for slot in _slots(turn)]:
+            kept, holder[key] = holder[key], MARK
+            with suppress(Exception):  # a template that takes only some texts
+                other = shown()
+                start = shared(text, other)
+                end = len(text) - shared(text[start:][::-1], other[start:][::-1])
+                (number, edge), past = encoded.cut(start), encoded.index(end)
+                given[first + number - (not edge) : first + past] = [True] * (past - number + (not edge))
+            holder[key] = kept
         return given
 
 

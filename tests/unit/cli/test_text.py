@@ -120,3 +120,11 @@ def test_texts_of_tokens_join_to_the_whole(kind: Kind) -> None:
         ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False).input_ids
         texts = chat_of(tokenizer).encoder.pieces(ids)
         assert len(texts) == len(ids) and "".join(texts) == tokenizer.decode(ids) and "\ufffd" not in "".join(texts)
+
+
+def test_words_that_the_template_also_writes_are_told_apart(config: list[str]) -> None:
+    row = {"messages": [{"role": "user", "content": "user"}, {"role": "assistant", "content": "assistant>"}]}
+    Path("chats.jsonl").write_text(json.dumps(row))
+    text = lines(text_report(load_config(config[0], config[1:]), 1, Console(file=io.StringIO(), width=80)))
+    prompt = "template  [│u│s│e│r│]\ndata      u│s│e│r\ntemplate  [│a│s│s│i│s│t│a│n│t│]\n"
+    assert f"{prompt}TRAIN+    <\nTRAIN     a│s│s│i│s│t│a│n│t│>\nTRAIN+    >\n" in text
