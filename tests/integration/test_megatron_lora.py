@@ -91,6 +91,7 @@ def assert_same_gradients(found: list[dict[str, Sequence[Any]]], expected: dict[
     assert seen == set(expected)
 
 
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 CASES = [
     pytest.param("qwen3", ParallelLayout(tp=2), ATTENTION, {"sequence_parallel": True}, {}, id="tp2-sp-attention"),
     pytest.param("qwen3_tied", ParallelLayout(pp=2, tp=2), DENSE, {}, {}, id="tp2pp2-tied"),
@@ -100,6 +101,7 @@ CASES = [
     # A worker has rows of queries, another those of keys and values.
     pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp", marks=pytest.mark.slow),
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", ParallelLayout(tp=2), LATENT, {}, {}, id="tp2-latent", marks=pytest.mark.slow),
 ]
 
 
