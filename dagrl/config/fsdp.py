@@ -71,7 +71,7 @@ class FsdpConfig(FsdpLayoutConfig):
     precision for models whose attention it computes, else transformers' choice for the model."""
 
     torch_compile: bool = derived(False, "true on GPUs")
-    """Compile each layer with `torch.compile`."""
+    """Compile each layer with `torch.compile`, except those of a vision tower."""
 
     freeze_vision_tower: bool = False
     """Keep the weights of the part of a model that encodes images. A projector outside of it trains (Qwen's is inside)."""

@@ -334,8 +334,9 @@ def shard_model(
     options["mesh"] = meshes.sharding
     if meshes.dense[SHARD].size() == 1:
         options["reshard_after_forward"] = False  # there would be little to free
+    tower = image_layers(model)
     for layer in find_layers(model):
-        prepare_layer(layer, settings)
+        prepare_layer(layer, settings, compiles=settings.torch_compile and layer not in tower)
         fully_shard(layer, **options)
     fully_shard(root, **options)
     if meshes.context is not None:
@@ -406,9 +407,19 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield from _entries(child)
 
 
-def prepare_layer(layer: Any, settings: FsdpConfig) -> None:
-    """Compiles a layer, and makes its backward pass recompute what `activation_checkpointing` says."""
-    if settings.torch_compile:
+def image_layers(model: PreTrainedModel) -> set[nn.Module]:
+    """Returns the modules of the vision tower, if there is one."""
+    tower = model.get_encoder(modality="image")
+    return set() if tower in (model, model.base_model) else {*tower.modules()}
+
+
+def prepare_layer(layer: Any, settings: FsdpConfig, *, compiles: bool) -> None:
+    """Compiles a layer, and makes its backward pass recompute what `activation_checkpointing` says.
+
+    Those of a vision tower are not compiled: torch would compile them again for each number of images, which they attend to
+    one by one.
+    """
+    if compiles:
         layer.forward = torch.compile(layer.forward)
     kind = settings.activation_checkpointing
     if kind == "none":
