@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dagrl.bench.models import SHAPES
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
@@ -28,18 +29,18 @@ ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+Models = Callable[[str], Path]
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories with the published shapes: the weights are a hole in a sparse file."""
-    return {
-        name: write_hollow_model(tmp_path_factory.mktemp("shapes") / name, name, CHARACTERS, TEMPLATE) for name in SHAPES
-    }
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Directories with the published shapes, by name: the weights are a hole in a sparse file."""
+    directory = tmp_path_factory.mktemp("shapes")
+    return cache(lambda name: write_hollow_model(directory / name, name, CHARACTERS, TEMPLATE))
 
 
-def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+def check(recipe: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     """Checks the recipe with local files in place of those on the Hub."""
     path = RECIPES / f"{recipe}.yaml"
     content = yaml.safe_load(path.read_text())
@@ -54,7 +55,7 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     data.write_text((json.dumps(columns) + "\n") * 400)
     local = [f"data.path={data}", "data.subset=null", "data.val_split=null", f"output_dir={tmp_path}"]
     monkeypatch.chdir(ROOT)
-    return preflight(load_config(path, [*(f"policy.{key}={models[shape]}" for key, shape in shapes.items()), *local]))
+    return preflight(load_config(path, [*(f"policy.{key}={models(shape)}" for key, shape in shapes.items()), *local]))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +123,7 @@ def needs(text: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("recipe", NAMES)
-def test_a_recipe_passes_all_checks(
-    recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_passes_all_checks(recipe: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = check(recipe, models, tmp_path, monkeypatch)
     count, _ = needs((RECIPES / f"{recipe}.yaml").read_text())
     config = inputs.config

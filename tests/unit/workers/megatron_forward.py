@@ -8,13 +8,16 @@ computes on GPUs only, follow in `megatron_mixer.py`.
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -81,6 +84,7 @@ def check(family: str) -> None:
 def check_all() -> None:
     """Runs every case and the mixers, and prints a line for each. Must run before Megatron builds models in this process."""
     do_without_engine()
+    multi_latent_attention.RotaryEmbedding = partial(RotaryEmbedding, use_cpu_initialization=True)  # Megatron's own layers
     torch.manual_seed(0)
     cpu.adapt()
     for family in CASES:
