@@ -232,7 +232,7 @@ class Chat:
 
     def takes_id(self, identity: str) -> bool:
         """Returns whether the template takes a call with this id: Mistral's want nine letters or digits."""
-        return bool(self._formats[1].shown([*exchange([("f", identity)]), {**RESULT, "tool_call_id": identity}]))
+        return self._formats[1].takes_id(identity)
 
     def is_end(self, text: str) -> bool:
         """Returns whether the template ends turns with a text."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class MessageFormat:
 
     def turns(self, messages: Messages) -> list[dict[str, Any]]:
         """Converts messages. Raises ValueError for those that the template would leave out."""
-        turns = [self._turn(message) for message in messages]
+        turns = self._identified([self._turn(message) for message in messages])
         lost = next((lost for turn in turns if (lost := self._lost(turn))), "")
         if not lost and not self._writes_systems(turns):
             lost = "a system message besides another one, or after other turns"
@@ -76,6 +76,34 @@ class MessageFormat:
     def shown(self, messages: Messages) -> str:
         """Returns the text of a conversation; empty if the template rejects it."""
         return self._shown([*map(self._turn, messages)])
+
+    def takes_id(self, identity: str) -> bool:
+        """Returns whether the template takes a call with this id, and its result."""
+        return bool(self.shown([*exchange([("f", identity)]), {**RESULT, "tool_call_id": identity}]))
+
+    @cached_property
+    def _rejects_ids(self) -> bool:
+        return self.takes_id(CALL_ID) and not self.takes_id("call_0")
+
+    def _identified(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns turns whose calls and results have other ids where the template rejects theirs, as Mistral's do."""
+        if not self._rejects_ids:
+            return turns
+        ids, own, results = list[str](), list[Any](), count()
+        for turn in turns:
+            for call in turn.get("tool_calls", ()):
+                one = call.get("id")
+                free = isinstance(one, str) and (one in own or one not in ids)
+                call["id"] = one if free and self.takes_id(one) else next_id(ids)
+                own, ids = [*own, one], [*ids, call["id"]]
+            if turn["role"] == "tool":
+                place, asked = next(results), turn.get("tool_call_id")  # without ids, results are in the order of calls
+                place = len(own) - 1 - own[::-1].index(asked) if asked is not None and asked in own else place
+                if place < len(ids):
+                    turn["tool_call_id"] = ids[place]
+                elif not isinstance(asked, str) or not self.takes_id(asked):
+                    turn["tool_call_id"] = f"{place:09}"  # of a call that is not in the conversation
+        return turns
 
     def _lost(self, turn: Mapping[str, Any]) -> str:
         calls = turn.get("tool_calls")
@@ -172,6 +200,11 @@ class MessageFormat:
                 rewritten = not again.startswith(followed)
                 found.append((not followed, rewritten, text.count("None") + text.count("{'"), place))
         return _STYLES[min(found)[-1]] if found else None
+
+
+def next_id(ids: Sequence[str]) -> str:
+    """Returns an id for the next call of a conversation whose calls have `ids`: their number, with nine digits."""
+    return next(number for place in count(len(ids)) if (number := f"{place:09}") not in ids)
 
 
 def answer(calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:

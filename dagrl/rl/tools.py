@@ -17,13 +17,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.data.chat import Chat
 from dagrl.data.media import IMAGE, shows_images
-from dagrl.data.messages import Messages
+from dagrl.data.messages import Messages, next_id
 from dagrl.errors import ConfigError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.episodes import Step
@@ -61,7 +61,7 @@ def call_ids(calls: Sequence[Call], known: Sequence[str]) -> list[str]:
     the conversation. Those before have `known` ids."""
     ids = list(known)
     for call in calls:
-        ids.append(call.id or next(number for place in count(len(ids)) if (number := f"{place:09}") not in ids))
+        ids.append(call.id or next_id(ids))
     return ids[len(known) :]
 
 

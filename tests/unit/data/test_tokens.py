@@ -294,6 +294,26 @@ def test_a_question_may_follow_a_call(name: str) -> None:
     assert [*row.tokens.tolist(), *reply] == whole
 
 
+@pytest.mark.parametrize("ids", [("call_1", "call_2"), (None, None), ("call_1", "000000000"), ("abcdefghi", "call_2")])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_mistrals_templates_take_openais_ids(ids: tuple[str | None, str | None], parallel: bool) -> None:
+    """Their templates reject those of other than nine letters or digits; without any, results are in the order of calls."""
+    kind = next(kind for kind in KINDS if kind.name == "Mistral v3")
+    wanted = ("abcdefghi" if ids[0] == "abcdefghi" else "000000000", "000000001")
+    rows = []
+    for named in (ids, wanted):
+        calls, results = list[dict[str, Any]](), list[dict[str, Any]]()
+        for number, one in enumerate(named):
+            calls.append({"function": CALLS[number]["function"]} | ({"id": one} if one else {}))
+            results.append({"role": "tool", "content": f"{number}"} | ({"tool_call_id": one} if one else {}))
+        said = [{"role": "assistant", "content": None, "tool_calls": part} for part in (calls, calls[:1], calls[1:])]
+        made = [said[0], *(results[::-1] if ids[0] else results)] if parallel else [said[1], results[0], said[2], results[1]]
+        turns = [CHAIN[1], *made, {"role": "assistant", "content": "and it"}]
+        rows += encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(kind))
+    assert rows[0].tokens.tolist() == rows[1].tokens.tolist() == truth(kind, turns, TOOLS)
+    assert rows[0].loss_mask.tolist() == rows[1].loss_mask.tolist()
+
+
 def test_results_without_a_name_have_that_of_the_call() -> None:
     """As agents send them; gpt-oss writes it before the result."""
     kind = next(kind for kind in KINDS if kind.name == "gpt-oss")
