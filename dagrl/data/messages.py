@@ -178,9 +178,15 @@ class MessageFormat:
         if (count, said) not in self._written_calls:
             question, answer = exchange([("f", None)] * count)
             text = self.shown([question, answer | ({"content": QUESTION} if said else {})])
-            rejects = not text and (count > 1 or said)
-            self._written_calls[count, said] = self._call_style is not None and (rejects or text.count(ANSWER) >= count)
+            rejects = not text and (count > 1 or said or not any(self._shown(self._called(style)) for style in _STYLES))
+            self._written_calls[count, said] = rejects or (self._call_style is not None and text.count(ANSWER) >= count)
         return self._written_calls[count, said]
+
+    def _called(self, style: _CallStyle) -> list[dict[str, Any]]:
+        """Returns a question and a call in a style."""
+        question, answer = exchange([("f", None)])
+        calls = [_styled(call, as_text=style.as_text) for call in answer["tool_calls"]]
+        return [self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]
 
     @cached_property
     def _call_style(self) -> _CallStyle | None:
@@ -189,11 +195,9 @@ class MessageFormat:
         It is one that the template also takes before a result, and after one without another text of that (Apertus), if
         there is any.
         """
-        question, answer = exchange([("f", None)])
         found = []
         for place, style in enumerate(_STYLES):
-            calls = [_styled(call, as_text=style.as_text) for call in answer["tool_calls"]]
-            turns = [self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]
+            turns = self._called(style)
             text, followed = self._shown(turns), self._shown([*turns, self._turn(RESULT)])
             again = self._shown([*turns, self._turn(RESULT), turns[1]])
             if ANSWER in text:

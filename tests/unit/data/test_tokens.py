@@ -806,6 +806,15 @@ def test_an_end_of_calls_is_not_written_twice() -> None:
     assert row.tokens.tolist() == truth(kind, messages, TOOLS)
 
 
+def test_rows_that_teach_nothing_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Nemotron Nano v2 leaves out an empty answer at the end."""
+    kind = next(kind for kind in KINDS if kind.name == "Qwen2.5")
+    shown_turns = "{% for m in messages if m.content or m.role != 'assistant' %}"
+    kind = replace(kind, template=kind.template.replace("{% for m in messages %}", shown_turns))
+    (row,) = encode_demonstrations([example_of(messages_of(["hello", ""]))], tokenizer_of(kind))
+    assert not row.loss_mask.any() and "row 1 and 0 other conversations: nothing is learned" in caplog.text
+
+
 def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     question, answer = messages_of(["hello", "and it"])
     examples = [example_of([question, {**answer, "reasoning_content": thought}]) for thought in ("hm", None, "hm hm")]
