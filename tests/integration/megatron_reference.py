@@ -54,6 +54,7 @@ DEEPSEEK = {
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
+    "topk_method": "noaux_tc",
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,

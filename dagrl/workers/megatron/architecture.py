@@ -207,6 +207,8 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("norm_topk_prob is false; Megatron's router with sigmoid scores always normalizes them")
     if hf_config.get("rope_interleave") is False:
         raise ConfigError("rope_interleave is false; the Megatron worker, as vLLM, rotates pairs of neighbouring dimensions")
+    if kind == "deepseek_v3" and hf_config.get("topk_method") != "noaux_tc":
+        raise ConfigError("config.json of a deepseek_v3 model has no topk_method noaux_tc, which vLLM reads; add it")
     if kind == "glm4_moe" and hf_config.get("head_dim") is None:
         raise ConfigError("config.json of a glm4_moe model has no head_dim, which vLLM reads; add it")
 

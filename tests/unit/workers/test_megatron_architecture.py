@@ -40,6 +40,7 @@ DEEPSEEK = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+    "topk_method": "noaux_tc",
 }
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
@@ -116,6 +117,7 @@ def test_layouts_that_fit(config: dict[str, Any], layout: ParallelLayout) -> Non
         ({**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob is false; .* always normalizes"),
         ({**DEEPSEEK, "n_group": 8, "topk_group": 2}, "n_group is 8, topk_group 2, .* two experts for each"),
         ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave is false"),
+        ({**DEEPSEEK, "topk_method": None}, "no topk_method noaux_tc, which vLLM reads; add it"),
         ({**DEEPSEEK, "kv_lora_rank": None}, "kv_lora_rank = None"),
         ({**GLM, "head_dim": None}, "no head_dim, which vLLM reads; add it"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),

@@ -39,7 +39,8 @@ GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 2, "
 GLM |= {"moe_intermediate_size": 24, "partial_rotary_factor": 0.5}
 DEEPSEEK = {**GLM, "model_type": "deepseek_v3", "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 DEEPSEEK |= {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
-DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": 6, "head_dim": 8, "partial_rotary_factor": 1.0}
+DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": 6, "head_dim": 8, "topk_method": "noaux_tc"}
+DEEPSEEK |= {"partial_rotary_factor": 1.0}
 LENGTH = 20
 
 
