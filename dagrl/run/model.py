@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
+from dagrl.config.roles import section_key
 from dagrl.config.settings import TOKENIZER_KEY, model_names
 from dagrl.data.chat import chat_of
 from dagrl.data.hugging_face import cache_advice, is_hub_id
@@ -283,7 +284,7 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
 
 def role_description(config: Config, role: str, hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
     """Returns the `config.json` of a role's model. `hf_config` is the policy's."""
-    key = f"{role}.model_name"
+    key = f"{section_key(role)}.model_name"
     name = model_names(config).get(key)
     return hf_config if name is None else _read_description(_existing_directory(name, key), key)
 
@@ -313,9 +314,12 @@ def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFa
 
 
 def checkpoint_bytes(policy: PolicyConfig) -> int:
-    """Returns the bytes of the checkpoint's safetensors; 0 for a model from a seed."""
+    """Returns the bytes of the checkpoint's safetensors; 0 for a model from a seed.
+
+    Without `consolidated*.safetensors`, in which Mistral's checkpoints have all weights once more.
+    """
     files = Path(policy.model_name).glob("*.safetensors") if policy.model_name is not None else ()
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in files if not file.name.startswith("consolidated"))
 
 
 def copy_processor(source: Path, directory: Path) -> None:

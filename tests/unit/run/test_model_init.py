@@ -6,6 +6,7 @@ import errno
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dagrl.run.model import (
     character_tokenizer,
     load_tokenizer,
     model_description,
+    role_description,
     save_tokenizer,
     token_count,
     write_random_model,
@@ -46,6 +48,24 @@ def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
     init = INIT.model_copy(update={"seed": seed, "hf_config": {**INIT.hf_config, **hf_config}})
     write_random_model(init, tokenizer, directory)
     return (directory / "model.safetensors").read_bytes()
+
+
+def test_each_role_has_the_description_of_its_own_model(tmp_path: Path) -> None:
+    sections: dict[str, dict[str, Any]] = {"critic": {}, "models": {"teacher": {}}}
+    for name, section in (("critic", sections["critic"]), ("teacher", sections["models"]["teacher"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        section["model_name"] = str(tmp_path / name)
+    content = {
+        "name": "t",
+        "algorithm": "grpo",
+        "policy": {"random_init": INIT.model_dump()},
+        "data": {"path": "d"},
+        **sections,
+    }
+    config, policy = Config.model_validate(content), {"model_type": "policy"}
+    found = [role_description(config, role, policy)["model_type"] for role in ("train", "generation", "critic", "teacher")]
+    assert found == ["policy", "policy", "critic", "teacher"]
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
