@@ -4,11 +4,13 @@ The report has the phase graphs, their buckets and channels, and the refit plan:
 
     dagrl inspect examples/grpo_quickstart.yaml > phases.mmd       # a Mermaid chart, with the numbers as comments
     dagrl inspect examples/grpo_quickstart.yaml --phase refit
+    dagrl inspect examples/grpo_gpu.yaml --memory --gpu-memory 80          # what each role takes of a GPU, predicted
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,9 +21,12 @@ from dagrl.config.settings import generation_dtype, phase_path, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.run.cluster import gpus_per_worker
+from dagrl.run.derive import gpu_memory
+from dagrl.run.memory import GIB, check_memory, memory_table, run_memory
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, load_phase, run_plans
-from dagrl.run.preflight import check_model, trace_phases, worker_classes
+from dagrl.run.preflight import check_model, read_data, trace_phases, worker_classes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
@@ -58,6 +63,23 @@ def inspect_config(config: Config, phase: str | None = None) -> str:
             texts.append(_refit_text(config, hf_config))
     comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())
     return f"{comments}\n{mermaid([report.drawing for report in reports])}"
+
+
+def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
+    """Returns the memory that each role of a run is predicted to take of a GPU. `gpu_gib`: of GPUs that are not here.
+
+    Raises ConfigError if what a GPU must hold at once does not fit.
+    """
+    if gpu_gib is not None and not gpus_per_worker(config.cluster):
+        config = config.with_keys({"cluster.num_gpus": 1})
+    if not gpus_per_worker(config.cluster):
+        raise ConfigError("--memory: the run has no GPUs; add --gpu-memory with the GiB of those that it will have")
+    gpu = gpu_memory() if gpu_gib is None else int(gpu_gib * GIB)
+    inputs, limit = read_data(config, gpu)[0], gpu or math.inf
+    plan = RunPlan.of(inputs.config)
+    roles = run_memory(inputs.config, plan, inputs.hf_config, limit)
+    check_memory(plan, roles, limit)
+    return memory_table(plan, roles, limit)
 
 
 def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:

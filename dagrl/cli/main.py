@@ -142,11 +142,15 @@ def _parser() -> argparse.ArgumentParser:
     examples.add_argument("name", metavar="NAME", nargs="?", help="the example to copy, such as grpo_quickstart")
     examples.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path(), help="copy into DIR (default: here)")
 
-    inspect = command("inspect", _inspect, "draw the phase graphs; print buckets and the refit plan, or the data as tokens")
+    inspect = command(
+        "inspect", _inspect, "draw the phase graphs; print buckets and the refit plan, the data as tokens, or memory"
+    )
     add_config(inspect)
     text = "print the first N examples of the run as tokens: what is trained, where it ends, and what the template adds"
     inspect.add_argument("--text", metavar="N", type=int, nargs="?", const=3, help=f"{text} (default: 3)")
     inspect.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
+    inspect.add_argument("--memory", action="store_true", help="predict the memory that each role takes of a GPU")
+    inspect.add_argument("--gpu-memory", metavar="GIB", type=float, help="memory of a GPU, instead of this machine's")
 
     evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
     add_config(evaluate)
@@ -278,7 +282,7 @@ def _examples(options: argparse.Namespace) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from dagrl.cli.inspect import inspect_config
+    from dagrl.cli.inspect import inspect_config, inspect_memory
     from dagrl.cli.text import text_report
     from dagrl.config.file import load_config
     from dagrl.run.derive import derive_from_machine
@@ -287,6 +291,9 @@ def _inspect(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     if options.text is not None:
         _print(text_report(config, options.text, Console()))
+        return
+    if options.memory or options.gpu_memory is not None:
+        _print(inspect_memory(config, options.gpu_memory))
         return
     derived = derive_from_machine(config)
     policy = derived.config.policy

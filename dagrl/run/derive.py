@@ -14,7 +14,7 @@ from datetime import date
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, PolicyConfig, VllmConfig
+from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
 from dagrl.data.chat import Chat
 from dagrl.errors import ConfigError
@@ -24,6 +24,7 @@ from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
+from dagrl.run.memory import ENGINE_ROOM, Decoder, saved_bytes, size_of, state_bytes, weight_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,9 +55,6 @@ GPU_SECONDS = {"start_s": 600.0, "warmup_s": 600.0, "replay_s": 600.0, "collecti
 CACHE_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
 
-ENGINE_ROOM = 6 << 30
-"""Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
-
 START_SHARE = 0.8
 """Largest part of a GPU that colocated roles are planned to take when they start together."""
 
@@ -66,16 +64,23 @@ LEAST_CACHE = 1 << 30
 MOST_TOKENS = 16384
 """Tokens of a microbatch that keep a GPU busy; more would only take memory."""
 
+IMAGE_PARTS = 3
+"""Times what the layers of a text save, for a token of an image in a model with a tower: Qwen3-VL-2B's takes twice that."""
+
 ROUND = 64
 """Lengths from data are rounded up to a multiple of this many tokens."""
 
 
 @dataclass
 class Derived:
-    """A configuration whose open keys are being filled in, and the reason of each value."""
+    """A configuration whose open keys are being filled in, and the reason of each value.
+
+    `gpu_bytes`: the memory of a GPU; 0: that of the smallest one here.
+    """
 
     config: Config
     reasons: dict[str, str] = field(default_factory=dict)
+    gpu_bytes: int = 0
     algorithm: Algorithm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,9 +108,9 @@ class Derived:
             self.reasons[key] = reason
 
 
-def derive_from_machine(config: Config) -> Derived:
+def derive_from_machine(config: Config, gpu_bytes: int = 0) -> Derived:
     """Fills in what follows from the configuration and the machine. Lengths are provisional until the data are read."""
-    derived = Derived(config)
+    derived = Derived(config, gpu_bytes=gpu_bytes)
     if config.policy.generation is None and derived.generates:
         derived.config = config.with_keys({ROLLOUT: GenerationConfig()})
     for key, value, reason in choose_backends(derived.config, derived.algorithm):
@@ -391,13 +396,14 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     fsdp = config.policy.backend == "fsdp"
     recompute = f"{FSDP if fsdp else MEGATRON}.activation_checkpointing"
     keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", recompute)
-    memory = _gpu_bytes()
+    memory = derived.gpu_bytes or gpu_memory()
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
     layout, width = config.policy.train_layout, config.policy.max_total_sequence_length
-    parameters, shards = _parameters(hf_config, weight_bytes), layout.tp * layout.cp * layout.pp
-    room = 0.5 * (0.9 * memory - _state_bytes(config.policy, parameters))
-    fitting = int(room / _activation_bytes(hf_config) * shards) // ROUND * ROUND
+    parameters, model = weight_count(hf_config, weight_bytes), Decoder.of(hf_config)
+    room = 0.5 * (0.9 * memory - sum(state_bytes(config.policy, model, parameters).values()))
+    each = saved_bytes(config.policy, model) * (IMAGE_PARTS if model.images else 1)
+    fitting = int(room / each * layout.cp) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * room) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
     if fitting < width:
@@ -407,39 +413,9 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
 
 
-def _gpu_bytes() -> int:
-    """Returns the memory of the smallest GPU here; 0 without one."""
+def gpu_memory() -> int:
+    """Returns the bytes of the smallest GPU here; 0 without one."""
     return min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
-
-
-def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
-    return weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
-
-
-def _state_bytes(policy: PolicyConfig, parameters: float) -> float:
-    """Returns the bytes of the weights, gradients and optimizer state of a rank."""
-    layout, fsdp = policy.train_layout, policy.backend == "fsdp"
-    sharded = layout.dp * layout.cp if fsdp or policy.megatron_cfg.use_distributed_optimizer else 1
-    if fsdp:
-        each = (4 + 4 + 8) * policy.fsdp_cfg.data_parallel_replicas / sharded  # float32 weights, gradients and Adam
-    elif policy.peft.enabled:
-        each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
-    else:
-        each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
-    return parameters / (layout.tp * layout.pp) * each
-
-
-def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
-    """Returns the bytes that a token's activations take in bfloat16, with flash attention and a gated MLP, over all layers.
-
-    Counted as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1: inputs of each product, norm and activation.
-    """
-    hidden, layers = _number(hf_config, "hidden_size", 4096), _number(hf_config, "num_hidden_layers", 32)
-    experts = _number(hf_config, "num_experts_per_tok", 1)
-    wide = _number(hf_config, "moe_intermediate_size", 0) * experts or _number(hf_config, "intermediate_size", 4 * hidden)
-    heads = _number(hf_config, "num_attention_heads", 32)
-    attention = heads * _number(hf_config, "head_dim", hidden // heads)
-    return layers * (20 * hidden + 14 * attention + 8 * wide)
 
 
 def _fit_host_cache(derived: Derived, hf_config: Mapping[str, Json]) -> None:
@@ -462,7 +438,7 @@ def _fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_by
     if not needed or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
         return
     engine = generation_config(derived.config).vllm_cfg
-    memory = _gpu_bytes()
+    memory = derived.gpu_bytes or gpu_memory()
     most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
     if needed <= most:
         derived.set(key, max(LEAST_CACHE, needed), "GPUs: all sequences at once")
@@ -480,10 +456,10 @@ def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_byte
     ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.models)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
-    parameters, width = _parameters(hf_config, weight_bytes), 4 if generation_dtype(config) == "float32" else 2
-    training = _state_bytes(config.policy, parameters)
+    parameters, width = weight_count(hf_config, weight_bytes), 4 if generation_dtype(config) == "float32" else 2
+    training = sum(state_bytes(config.policy, Decoder.of(hf_config), parameters).values())
     generation = width * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM
-    if training + generation <= START_SHARE * _gpu_bytes():
+    if training + generation <= START_SHARE * (derived.gpu_bytes or gpu_memory()):
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
         derived.set(key, True, reason)
 
@@ -493,18 +469,12 @@ def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
 
     Ranks that are more than the KV heads hold one each.
     """
-    engine, heads = generation_config(config).vllm_cfg, _number(hf_config, "num_attention_heads", 0)
+    engine, heads = generation_config(config).vllm_cfg, size_of(hf_config, "num_attention_heads", 0)
     if not heads:
         return 0
-    head_dim = _number(hf_config, "head_dim", _number(hf_config, "hidden_size", 0) // heads)
-    kv_heads = max(1, _number(hf_config, "num_key_value_heads", heads) // engine.layout.tp)
-    cached = _number(hf_config, "num_hidden_layers", 0) * kv_heads * head_dim
+    head_dim = size_of(hf_config, "head_dim", size_of(hf_config, "hidden_size", 0) // heads)
+    kv_heads = max(1, size_of(hf_config, "num_key_value_heads", heads) // engine.layout.tp)
+    cached = size_of(hf_config, "num_hidden_layers", 0) * kv_heads * head_dim
     size = 4 if config.policy.precision == "float32" else 2
     blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
     return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size
-
-
-def _number(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
-    """Returns a size of the model."""
-    value = hf_config.get(key)
-    return value if isinstance(value, int) else otherwise

@@ -63,7 +63,9 @@ from dagrl.run.derive import (
     derive_steps,
     derive_stops,
     epoch_steps,
+    gpu_memory,
 )
+from dagrl.run.memory import check_memory, run_memory
 from dagrl.run.model import (
     CONFIG,
     GENERATION_CONFIG,
@@ -186,6 +188,8 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     inputs = _encoded(derived, plan, splits, questions, tokenizer, hf_config)
     _check_positions(inputs, plan)
     check_settings(inputs.config, plan)
+    if config.cluster.address is None and gpus_per_worker(config.cluster):
+        _check_memory(derived, plan, inputs)
     warn_of_settings(inputs.config, plan)
     _check_metric(inputs, plan)
     if plan.generates:
@@ -196,9 +200,19 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     return inputs
 
 
-def read_data(config: Config) -> tuple[Inputs, list[Example]]:
-    """Returns the tokenized examples of a run, and the examples that they are made of. Checks nothing else."""
-    derived = derive_from_machine(config)
+def _check_memory(derived: Derived, plan: RunPlan, inputs: Inputs) -> None:
+    """Raises ConfigError if what dagrl's workers need before any batch does not fit this machine's GPUs."""
+    gpu = gpu_memory()
+    if gpu and derived.open("policy.worker", "policy.generation.worker"):
+        check_memory(plan, run_memory(inputs.config, plan, inputs.hf_config, gpu), gpu)
+
+
+def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]]:
+    """Returns the tokenized examples of a run, and the examples that they are made of. Checks nothing else.
+
+    `gpu_bytes`: the memory of a GPU to derive for; 0: that of the smallest one here.
+    """
+    derived = derive_from_machine(config, gpu_bytes)
     plan = RunPlan.of(derived.config)
     check_settings(derived.config, plan)
     splits = load_splits(derived.config.data, _parser(plan))

@@ -1,0 +1,345 @@
+"""Predicts the memory that a run takes of each GPU, by role and by part: `dagrl inspect CONFIG --memory`.
+
+Counted are the tensors that torch allocates at the peak of a training microbatch, the end of its forward pass, as
+`perf/peak_memory_gib` measures them. Each coefficient is a tensor that the workers keep. A decoder's layer saves
+for its backward pass, counted as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, but with flash attention,
+RMSNorm and a gated MLP, in numbers a token:
+
+    4 x hidden size      the inputs of both norms, and their results
+    3 x query features   before and after the rotation, and the output of attention
+    3 x key features     before and after the rotation, and values
+    3 x MLP features     gate, up, and their product
+
+Megatron's modules save these, and queries once more. That torch.compile saves all of them under FSDP, where it might compute
+some again, is inferred from two measured runs.
+
+`tests/unit/run/test_memory.py` has the measured runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dagrl.config import Config, Json, PolicyConfig
+from dagrl.config.plan import RunPlan
+from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config
+from dagrl.config.settings import bucket_widths, generation_config, generation_dtype
+from dagrl.errors import ConfigError
+from dagrl.run.model import checkpoint_bytes, role_description
+
+GIB = 1 << 30
+ENGINE_ROOM = 6 * GIB
+"""Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
+
+CHUNK_ELEMENTS = 1 << 27
+"""Logits of a chunk of the output layer (`logprobs.CHUNK_ELEMENTS`). While one is computed, the last one still exists."""
+
+KEPT_SHARE = 0.25
+"""Largest share of the free memory that kept exponentials of logits take (`logprobs.KEPT_SHARE`)."""
+
+ADAMW = "torch.optim:AdamW"
+MERGED = "merged weights"
+UNLIKE = 0.05
+"""Share by which a checkpoint may differ from a plain decoder of its sizes, for which alone activations are known."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a decoder with grouped-query attention and gated MLPs, from its `config.json`.
+
+    `queries` and `keys` are features of all heads. `sparse` layers have `experts`, of which a token visits `chosen`.
+    `unlike` says what else the model has, whose memory is not predicted.
+    """
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+    sparse: int
+    experts: int
+    chosen: int
+    expert_ffn: int
+    images: bool
+    unlike: str
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Json]) -> Decoder:
+        text = hf_config.get("text_config")
+        sizes = text if isinstance(text, dict) else hf_config
+        hidden, heads = size_of(sizes, "hidden_size", 4096), size_of(sizes, "num_attention_heads", 32)
+        head, layers = size_of(sizes, "head_dim", hidden // heads), size_of(sizes, "num_hidden_layers", 32)
+        experts = size_of(sizes, "num_experts", size_of(sizes, "num_local_experts", size_of(sizes, "n_routed_experts", 0)))
+        ffn = size_of(sizes, "intermediate_size", 4 * hidden)
+        images = "vision_config" in hf_config
+        other = {
+            "kv_lora_rank": "latent attention",
+            "n_shared_experts": "shared experts",
+            "layer_types": "layers of several kinds",
+            "layers_block_type": "layers of several kinds",
+        }
+        unlike = [what for key, what in other.items() if sizes.get(key) and not _all_full(sizes[key])]
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            queries=heads * head,
+            keys=size_of(sizes, "num_key_value_heads", heads) * head,
+            ffn=ffn,
+            vocabulary=size_of(sizes, "vocab_size", 0),
+            tied=bool(hf_config.get("tie_word_embeddings")),
+            sparse=layers - size_of(sizes, "first_k_dense_replace", 0) if experts else 0,
+            experts=experts,
+            chosen=size_of(sizes, "num_experts_per_tok", 1),
+            expert_ffn=size_of(sizes, "moe_intermediate_size", ffn),
+            images=images,
+            unlike=", ".join(dict.fromkeys([*unlike, *(["tower and tokens of images"] if images else [])])),
+        )
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def dense_weights(self) -> int:
+        """Weights of all layers, without experts."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        return self.layers * attention + (self.layers - self.sparse) * 3 * self.hidden * self.ffn
+
+    @property
+    def expert_weights(self) -> int:
+        return self.sparse * self.experts * 3 * self.hidden * self.expert_ffn
+
+    @property
+    def weights(self) -> int:
+        return self.dense_weights + self.expert_weights + self.embedding * (1 if self.tied else 2)
+
+    def saved(self, tp: int = 1, *, split_hidden: bool = True, copied_queries: bool = False, eager: bool = False) -> float:
+        """Returns the numbers that a token's layers save for the backward pass, over all layers, on one of `tp` ranks.
+
+        `split_hidden`: sequence parallelism. `copied_queries`: Megatron keeps the joined projection, and cuts queries out of
+        it. `eager`: transformers' own layers, whose norms keep float32 inputs, and activations their results.
+        """
+        norms, heads, gates = (8, 5, 4) if eager else (4, 3, 3)
+        inner = (heads + copied_queries) * self.queries + heads * self.keys
+        routed = self.chosen * (self.hidden + 3 * self.expert_ffn)  # rows in the order of experts, and their MLPs
+        mlps = (self.layers - self.sparse) * gates * self.ffn + self.sparse * routed
+        return self.layers * (norms * self.hidden / (tp if split_hidden else 1) + inner / tp) + mlps / tp
+
+
+def size_of(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
+    """Returns a size of the model."""
+    value = hf_config.get(key)
+    return value if isinstance(value, int) else otherwise
+
+
+def _all_full(kinds: Json) -> bool:
+    return isinstance(kinds, list) and set(map(str, kinds)) == {"full_attention"}
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of a GPU that a role takes at its peak, by part. `state` has those that it needs at once whatever the batch.
+
+    With reasons in `unknown` the total is no prediction.
+    """
+
+    role: str
+    parts: Mapping[str, float]
+    state: float
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        return max(sum(self.parts.values()), self.state)
+
+
+def state_bytes(policy: PolicyConfig, model: Decoder, weights: float = 0.0) -> dict[str, float]:
+    """Returns the bytes of a rank's weights, gradients and optimizer state. `weights`: the number of all, if known.
+
+    With pipeline parallelism those of the first stage, which has the embedding.
+    """
+    layout, width = policy.train_layout, 2 if policy.precision == "bfloat16" else 4
+    ends = model.embedding * (1 if model.tied else 2)
+    layers = max(0.0, (weights or model.weights) - ends - model.expert_weights)
+    stage = (layout.first_stage_layers or model.layers / layout.pp) / model.layers
+    if policy.backend == "fsdp":
+        own = (layers + ends + model.expert_weights) / (layout.tp * _shards(policy))
+        if policy.peft.enabled:
+            return {"weights": width * own}
+        return {} if policy.fsdp_cfg.cpu_offload else {"weights": 4 * own, "gradients": 4 * own, "optimizer": 8 * own}
+    common = (layers * stage + (ends if layout.pp == 1 else model.embedding)) / layout.tp
+    apart = model.expert_weights * stage / (layout.ep * layout.expert_tp)
+    every = common + apart
+    if policy.peft.enabled:  # merged weights last until the backward pass; adapters are small
+        return {"weights": width * every, MERGED: width * every}
+    summed = 4 if policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32 else width
+    masters = 12 if width == 2 else 8  # float32 weights, unless the weights are; two moments
+    optimized = every
+    if policy.megatron_cfg.use_distributed_optimizer:
+        ranks = layout.dp * layout.cp
+        optimized = common / ranks + apart / max(1.0, ranks * layout.tp / (layout.ep * layout.expert_tp))
+    return {"weights": width * every, "gradients": summed * every, "optimizer": masters * optimized}
+
+
+def _shards(policy: PolicyConfig) -> int:
+    """Returns the FSDP ranks over which each weight is sharded."""
+    layout = policy.train_layout
+    return layout.dp // policy.fsdp_cfg.data_parallel_replicas * layout.cp
+
+
+def saved_bytes(policy: PolicyConfig, model: Decoder) -> float:
+    """Returns the bytes that a token's layers save for the backward pass without checkpointing, on all pipeline stages."""
+    layout, fsdp, width = policy.train_layout, policy.backend == "fsdp", 2 if policy.precision == "bfloat16" else 4
+    numbers = model.saved(
+        layout.tp,
+        split_hidden=not fsdp and (policy.megatron_cfg.sequence_parallel or model.experts > 0),
+        copied_queries=not fsdp and model.queries != model.keys,
+        eager=fsdp and not policy.fsdp_cfg.torch_compile,
+    )
+    if layout.cp > 1 and not fsdp:  # gathered keys and values take the place of the own keys
+        numbers += model.layers * model.keys / layout.tp * (2 * layout.cp - 1)
+    return numbers * width
+
+
+def train_memory(
+    policy: PolicyConfig, model: Decoder, gpu: float, weights: float = 0.0, *, role: str = TRAIN, scalar: bool = False
+) -> RoleMemory:
+    """Returns the memory of a role that trains. `gpu`: bytes of the GPU, infinite if unknown; `weights`: their number.
+
+    `scalar`: with one number per token in place of logits.
+    """
+    layout, fsdp, width = policy.train_layout, policy.backend == "fsdp", 2 if policy.precision == "bfloat16" else 4
+    longest, rows = bucket_widths(policy)[-1], max(1, policy.train_global_batch_size // layout.dp)
+    tokens = min(policy.train_micro_batch_size, rows) * longest
+    tokens = policy.microbatch_tokens("train") if policy.sequence_packing.enabled else tokens
+    own, several = tokens / layout.cp, rows * longest > tokens
+    state = state_bytes(policy, model, weights)
+    parts = {name: size for name, size in state.items() if name != "gradients" or not fsdp or several}
+    every, ends = (weights or model.weights) / layout.tp, model.embedding * (1 if model.tied else 2) / layout.tp
+    if fsdp:  # FSDP2 has two layers gathered at a time, and the root; all if there is nothing to shard
+        parts["gathered weights"] = width * (every if _shards(policy) == 1 else ends + 2 * (every - ends) / model.layers)
+    recomputes = policy.fsdp_cfg.activation_checkpointing if fsdp else policy.megatron_cfg.activation_checkpointing
+    saved = saved_bytes(policy, model) * own
+    if recomputes in ("full", "offloaded") or (recomputes is True and policy.megatron_cfg.recompute_granularity == "full"):
+        split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
+        inputs = width * model.hidden * own / split
+        saved = saved / model.layers + (0.0 if recomputes == "offloaded" else model.layers * inputs)
+    # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
+    parts["activations"] = saved * min(layout.pp, -(-rows * longest // tokens)) / layout.pp
+    if not scalar:
+        kept = width * own * model.vocabulary / layout.tp
+        if policy.logprob_chunk_size is None and kept <= KEPT_SHARE * (gpu - sum(parts.values())):
+            parts["exponentials of logits"] = kept
+        gradient = (4 + width) * model.embedding / layout.tp if fsdp and not policy.peft.enabled else 0  # of the weight
+        parts["output layer"] = max(_chunk_bytes(policy, model, own), gradient)
+    reasons = {
+        f"{model.unlike}: not counted": model.unlike,
+        "float32: not measured": width == 4,
+        "layers without torch_compile: not measured": fsdp and not policy.fsdp_cfg.torch_compile,
+        "experts under FSDP: not measured": fsdp and model.experts,
+        "selective recomputation: counted as none": fsdp and recomputes == "selective",
+        "products of adapters: not counted": fsdp and policy.peft.enabled,
+        f"state of {policy.optimizer.name}: counted as AdamW's": policy.optimizer.name != ADAMW,
+        f"the model {policy.reference_model_name}: not counted": policy.reference_model_name,
+    }
+    least = sum(size for name, size in state.items() if name != MERGED)
+    return RoleMemory(role, parts, least, tuple(text for text, here in reasons.items() if here))
+
+
+def frozen_memory(policy: PolicyConfig, model: Decoder, weights: float = 0.0, *, role: str) -> RoleMemory:
+    """Returns the memory of a role that only computes log-probabilities."""
+    layout, fsdp, width = policy.train_layout, policy.backend == "fsdp", 2 if policy.precision == "bfloat16" else 4
+    size = width * (weights or model.weights) / (layout.tp * (_shards(policy) if fsdp else layout.pp * layout.ep))
+    own = policy.microbatch_tokens("logprob") / layout.cp
+    layer = saved_bytes(policy, model) / model.layers * own
+    parts = {"weights": size, "activations of a layer": layer, "output layer": _chunk_bytes(policy, model, own)}
+    return RoleMemory(role, parts, size)
+
+
+def _chunk_bytes(policy: PolicyConfig, model: Decoder, tokens: float) -> float:
+    """Returns the bytes of the output layer's float32 logits at a time."""
+    columns = model.vocabulary / policy.train_layout.tp
+    chunk = policy.logprob_chunk_size * columns if policy.logprob_chunk_size else CHUNK_ELEMENTS
+    return 4 * min(2 * chunk, tokens * columns)
+
+
+def engine_memory(config: Config, model: Decoder, gpu: float, weights: float = 0.0) -> RoleMemory:
+    """Returns the memory of an engine: vLLM takes its share of the GPU, unless the bytes of its cache are set."""
+    engine, width = generation_config(config).vllm_cfg, 4 if generation_dtype(config) == "float32" else 2
+    own = (1 if engine.precision == "fp8" else width) * (weights or model.weights) / engine.layout.tp
+    cache = engine.kv_cache_memory_bytes
+    if cache is None:
+        cache = max(0, int(engine.gpu_memory_utilization * gpu - own - ENGINE_ROOM)) if math.isfinite(gpu) else 0
+    return RoleMemory(
+        GENERATION, {"weights": own, "KV cache": cache, "activations and CUDA graphs": ENGINE_ROOM}, own + cache
+    )
+
+
+def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu: float) -> list[RoleMemory]:
+    """Returns the memory of each role of a run. `gpu`: bytes of a GPU, infinite if unknown."""
+    roles = []
+    for role in plan.layouts:
+        policy, described = role_config(config, role).policy, role_description(config, role, hf_config)
+        model, weights = Decoder.of(described), weight_count(described, checkpoint_bytes(policy))
+        if not model.unlike and weights and abs(weights / model.weights - 1) > UNLIKE:
+            counts = f"{weights / 1e9:.3g} B weights, not the {model.weights / 1e9:.3g} B of a plain decoder of its sizes"
+            model = replace(model, unlike=counts)
+        if role == GENERATION:
+            roles.append(engine_memory(config, model, gpu, weights))
+        elif role in (TRAIN, CRITIC):
+            roles.append(train_memory(policy, model, gpu, weights, role=role, scalar=role == CRITIC))
+        else:
+            roles.append(frozen_memory(policy, model, weights, role=role))
+    train = roles[0]
+    copies = dict[str, float]()
+    if plan.generates and config.policy.backend == "fsdp" and config.policy.precision == "bfloat16":
+        copies["copies for refits"] = train.parts.get("weights", 0.0) / 2
+    if plan.reference == TRAIN and config.policy.reference_weights == "device":
+        copies["reference weights"] = train.parts.get("weights", 0.0)
+    return [replace(train, parts={**train.parts, **copies}, state=train.state + sum(copies.values())), *roles[1:]]
+
+
+def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None:
+    """Raises ConfigError if what must be on a GPU at once, whatever the batch, is more than it has.
+
+    Roles whose memory is not predicted are not checked.
+    """
+    groups = [[role] for role in roles]
+    if plan.sharing and not plan.takes_turns:
+        groups.append([role for role in roles if role.role in plan.sharing])
+    for group in groups:
+        state = sum(role.state for role in group)
+        if state > gpu and not any(role.unknown for role in group):
+            names = " and ".join(role.role for role in group)
+            turns = ", policy.generation.colocated.exchange=auto" if len(group) > 1 else ""
+            raise ConfigError(
+                f"{names} workers need {state / GIB:.1f} GiB of a GPU before any batch (`dagrl inspect --memory`), but "
+                f"it has {gpu / GIB:.1f} GiB; spread them over more GPUs (tensor_model_parallel_size, "
+                "use_distributed_optimizer, with policy.backend=fsdp data_parallel_size), or choose a smaller model or KV "
+                f"cache{turns}"
+            )
+
+
+def memory_table(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> str:
+    """Returns the memory of each role in GiB."""
+    limit = f" of {gpu / GIB:.1f}" if math.isfinite(gpu) else ""
+    lines = ["memory of a GPU at the peak, in GiB (tensors alone, without CUDA, NCCL and fragmentation)"]
+    for role in roles:
+        lines.append(f"{role.role} ({plan.layouts[role.role].describe()})")
+        lines += [f"  {part:<28}{size / GIB:8.1f}" for part, size in role.parts.items()]
+        lines.append(f"  {'total':<28}{role.total / GIB:8.1f}{limit}{', no prediction' if role.unknown else ''}")
+        lines += [f"  {reason}" for reason in role.unknown]
+    if plan.sharing:
+        names, sizes = " and ".join(plan.sharing), [role.total for role in roles if role.role in plan.sharing]
+        how, size = ("take turns on a GPU", max(sizes)) if plan.takes_turns else ("share a GPU", sum(sizes))
+        lines.append(f"{names} {how}: {size / GIB:.1f}{limit}")
+    return "\n".join(lines) + "\n"
+
+
+def weight_count(hf_config: Mapping[str, Json], checkpoint: int) -> float:
+    """Returns the number of weights of a checkpoint with so many bytes."""
+    return checkpoint / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)

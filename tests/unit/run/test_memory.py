@@ -1,0 +1,212 @@
+"""Predicted memory is within 10 % of what GPUs have measured, and what cannot fit is an error before the start."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dagrl.bench.models import SHAPES
+from dagrl.bench.train import parse_case, sft_config
+from dagrl.cli.main import main
+from dagrl.config import Config
+from dagrl.config.plan import RunPlan
+from dagrl.errors import ConfigError
+from dagrl.machine import Gpu
+from dagrl.run import derive, memory
+from dagrl.run.memory import GIB, Decoder, RoleMemory, check_memory, memory_table, run_memory, train_memory
+from dagrl.workers.train import logprobs
+
+ROOT = Path(__file__).parents[3]
+H200 = 139.8 * GIB
+PACKED = " policy.sequence_packing.enabled=true"
+FP8 = PACKED + " policy.megatron_cfg.fp8_cfg.enabled=true"
+OURS = " policy.megatron_cfg.transformer_engine=never"
+FSDP = " policy.backend=fsdp policy.fsdp_cfg.torch_compile=true"
+MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak GiB
+    ("4b:dp1", 16, 2048, 2, 86.08),  # 1x-nvidia-h200/2026-11-25/train-lora-adapters.json
+    ("4b:dp1 policy.peft.enabled=true", 16, 2048, 2, 33.24),
+    ("8b@28:dp1", 64, 2048, 1, 121.07),  # 2x-nvidia-h200/2026-11-26/train-8b.json
+    ("4b@18:dp1", 16, 2048, 2, 47.44),  # .../train-checkpoint.json
+    ("30b@3:dp1" + PACKED, 16, 2048, 4, 48.07),  # .../train-experts.json
+    ("30b@3:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED, 16, 2048, 4, 48.06),
+    ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true", 16, 2048, 8, 36.80),  # 4x-nvidia-h200/2026-11-26/train-0.6b.json
+    ("0.6b:dp1", 16, 2048, 8, 36.92),
+    ("4b:dp1", 16, 2048, 4, 103.52),  # .../train-4b.json
+    ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED, 4, 8192, 2, 37.68),  # 2x-.../2026-11-27/train-0.6b-8k.json
+    ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED + OURS, 4, 8192, 2, 36.93),
+    (
+        "4b:dp1" + PACKED,
+        8,
+        4096,
+        2,
+        104.27,
+    ),  # .../train-4b-4k.json; train-4b-16k.json recomputed 14 layers, no longer a choice
+    ("4b:dp1" + PACKED + OURS, 8, 4096, 2, 103.71),
+    ("4b@12:dp1" + PACKED + OURS, 16, 2048, 4, 41.38),  # .../train-fp8.json
+    ("4b@12:dp1" + FP8 + OURS, 16, 2048, 4, 40.42),
+    ("4b@12:dp1" + FP8, 16, 2048, 4, 42.37),
+    ("4b@12:dp1 policy.megatron_cfg.fp8_cfg.fp8_recipe=blockwise" + FP8, 16, 2048, 4, 42.48),
+    ("0.6b:dp1 policy.sequence_packing.train_mb_tokens=16384" + PACKED, 512, 376, 16, 36.86),  # 4x-.../grpo-0.6b-512
+    # What torch.compile saves is inferred from these two.
+    ("0.6b:dp1" + FSDP, 16, 2048, 8, 35.21),  # 1x-nvidia-h200/2026-11-28/fsdp.json
+    ("4b:dp1" + FSDP, 1, 16384, 1, 120.51),  # --sides dagrl --rows 1 --micro 1 --length 16384
+]
+BEFORE = [  # with layers that saved more, and an output layer that kept nothing, in November 2026 until the 25th
+    ("0.6b:tp2", 72, 2048, 24, 46.44),  # 2x-nvidia-h200/2026-11-23/train-0.6b-tp2.json
+    ("0.6b:tp2", 24, 2048, 6, 16.59),  # .../train-0.6b.json
+    ("0.6b:cp2", 24, 2048, 6, 23.25),
+    ("0.6b:dp2 policy.megatron_cfg.use_distributed_optimizer=true", 24, 2048, 6, 28.54),
+    (
+        "30b@4:dp4ep4 policy.megatron_cfg.use_distributed_optimizer=true",
+        16,
+        2048,
+        2,
+        21.80,
+    ),  # 4x-.../2026-11-22/train-30b.json
+    ("4b:tp4", 24, 2048, 6, 35.24),  # 4x-nvidia-h200/2026-11-22/train-4b.json
+]
+
+
+def bench_config(case: str, rows: int, length: int, micro: int) -> tuple[Config, dict[str, Any]]:
+    """Returns the configuration of a case of `dagrl bench train`, and its model's."""
+    parsed = parse_case(case, tiny=False)
+    config = Config.model_validate(sft_config(Path("m"), rows, length, micro, "bfloat16", parsed.layout))
+    values = (word.split("=") for word in parsed.overrides)
+    return config.with_keys({key: yaml.safe_load(value) for key, value in values}), dict(parsed.shape.config)
+
+
+def predicted(case: str, rows: int, length: int, micro: int) -> RoleMemory:
+    config, model = bench_config(case, rows, length, micro)
+    return train_memory(config.policy, Decoder.of(model), H200)
+
+
+@pytest.mark.parametrize(("case", "rows", "length", "micro", "gib"), MEASURED)
+def test_predictions_are_within_ten_percent_of_measured_peaks(
+    case: str, rows: int, length: int, micro: int, gib: float
+) -> None:
+    found = predicted(case, rows, length, micro)
+    assert not found.unknown
+    assert found.total / GIB == pytest.approx(gib, rel=0.1)
+
+
+@pytest.mark.parametrize(("case", "rows", "length", "micro", "gib"), BEFORE)
+def test_parallel_layouts_take_less_than_they_did(case: str, rows: int, length: int, micro: int, gib: float) -> None:
+    assert 0.87 * gib < predicted(case, rows, length, micro).total / GIB < gib
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_weights_are_those_of_transformers(name: str) -> None:
+    shape = dict(SHAPES[name].config)
+    model = Decoder.of(shape)
+    assert bool(model.unlike) == model.images == (name == "qwen3-vl-2b")
+    text = {"model_type": "qwen3", **shape["text_config"]} if model.images else shape
+    with torch.device("meta"):
+        truth = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text))
+    assert model.weights == pytest.approx(sum(one.numel() for one in truth.parameters()), rel=1e-3)
+
+
+def test_images_are_not_predicted() -> None:
+    """GRPO of Qwen3-VL-2B's shape on an H200, 8 sequences of 968 tokens a microbatch, has peaked at 78.1 GiB."""
+    config, _ = bench_config("0.6b:dp1" + FSDP, 128, 968, 8)
+    found = train_memory(config.policy, Decoder.of(SHAPES["qwen3-vl-2b"].config), H200)
+    assert found.unknown == ("tower and tokens of images: not counted",) and found.total / GIB < 78.1
+
+
+def test_checkpointing_keeps_a_layers_input() -> None:
+    keys = " policy.fsdp_cfg.activation_checkpointing={}" + FSDP
+    every, inputs, host = (
+        predicted("4b:dp1" + keys.format(kind), 1, 16384, 1).parts["activations"] for kind in ("none", "full", "offloaded")
+    )
+    assert host == pytest.approx(every / 36)
+    assert inputs - host == 36 * 16384 * 2560 * 2
+
+
+def grpo(exchange: str = "auto", cache: int | None = None, gpus: int = 1) -> Config:
+    engine = {"kv_cache_memory_bytes": cache}
+    generation = {"colocated": {"enabled": True, "exchange": exchange}, "vllm_cfg": engine}
+    init = {"hf_config": dict(SHAPES["qwen3-4b"].config)}
+    policy = {"precision": "bfloat16", "random_init": init, "generation": generation, "worker": "dagrl:MegatronWorker"}
+    policy |= {"megatron_cfg": {"tensor_model_parallel_size": gpus}}
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "policy": policy, "data": {"path": "d"}})
+
+
+@pytest.mark.parametrize(
+    ("config", "gib", "needs"),
+    [
+        (grpo(), 80, None),
+        (grpo(), 60, "train workers need 67.4 GiB"),
+        (grpo(gpus=2), 60, None),
+        (grpo("never", 20 << 30), 80, "train and generation workers need 94.9 GiB"),
+        (grpo("never", 20 << 30), 100, None),
+        (grpo("auto", 20 << 30), 80, None),
+        (grpo("auto", 100 << 30), 80, "generation workers need 107.5 GiB"),
+    ],
+)
+def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str | None) -> None:
+    """Of a model with 4.02 B weights: 18 bytes each to train, 2 to generate."""
+    plan, gpu = RunPlan.of(config), gib * GIB
+    roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, gpu)
+    if needs is None:
+        check_memory(plan, roles, gpu)
+        assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
+    else:
+        with pytest.raises(ConfigError, match=f"{needs} of a GPU before any batch .* has {gib}.0 GiB; spread"):
+            check_memory(plan, roles, gpu)
+
+
+def test_a_frozen_model_takes_the_weights_of_its_own_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["qwen3-0.6b"].config}))
+    content = grpo().model_dump(exclude_unset=True) | {"models": {"teacher": {"model_name": str(tmp_path)}}}
+    config = Config.model_validate(content)
+    teacher = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, H200)[2]
+    assert teacher.role == "teacher" and teacher.state == 2 * Decoder.of(SHAPES["qwen3-0.6b"].config).weights
+
+
+def test_an_engine_takes_its_share_of_the_gpu() -> None:
+    config = grpo()
+    engine = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, H200)[1]
+    assert engine.total == pytest.approx(0.6 * H200)
+
+
+def test_inspect_prints_memory_or_what_cannot_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    example = ["inspect", "examples/grpo_gpu.yaml", "--memory"]
+    assert main(example) == 2
+    assert "the run has no GPUs; add --gpu-memory" in capsys.readouterr().err
+    assert main([*example, "--gpu-memory", "80"]) == 0
+    assert re.search(r"train \(single\)\n  weights +1\.1\n(.*\n)+  total +[\d.]+ of 80\.0\n", capsys.readouterr().out)
+    assert main([*example, "--gpu-memory", "8"]) == 2
+    assert "train workers need 10.0 GiB of a GPU before any batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gib", "code"), [(8, 2), (80, 0)])
+def test_a_dry_run_refuses_what_cannot_fit(
+    gib: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(2)]
+    monkeypatch.setattr(derive, "gpus", lambda: cards)
+    monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: len(cards))
+    assert main(["train", "examples/grpo_gpu.yaml", "--dry-run", f"output_dir={tmp_path}"]) == code
+    assert ("train workers need 10.0 GiB of a GPU before any batch" in capsys.readouterr().err) == bool(code)
+
+
+def test_the_output_layer_is_that_of_the_workers() -> None:
+    assert (logprobs.CHUNK_ELEMENTS, logprobs.KEPT_SHARE) == (memory.CHUNK_ELEMENTS, memory.KEPT_SHARE)
+
+
+def test_unknown_gpus_have_room() -> None:
+    config, model = bench_config("0.6b:dp1", 16, 2048, 8)
+    found = train_memory(config.policy, Decoder.of(model), math.inf)
+    assert found.total == predicted("0.6b:dp1", 16, 2048, 8).total
+    assert derive.gpu_memory() == 0
