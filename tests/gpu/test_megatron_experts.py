@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.bench.train_inputs import single_worker
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_experts import WAYS, step_of
+from tests.single_worker import single_worker
 from tests.unit.workers.test_dispatch import dispatched, looped, routed
 from tests.unit.workers.test_megatron_experts import inputs_of, make_experts, relative, run
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.bench.train_inputs import single_worker
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, _current
@@ -20,6 +19,7 @@ from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, configuration, run_case, train
+from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

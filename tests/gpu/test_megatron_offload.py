@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.train import checkpoint
 from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.offload import StatePart
+from tests.single_worker import single_worker, train_batch
 
 pytest.importorskip("megatron.core")
 

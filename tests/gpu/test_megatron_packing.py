@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.bench.train_inputs import single_worker
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from dagrl.workers.train.microbatches import upload
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
 from tests.integration.test_megatron_packing import group_batch
+from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.bench.train_inputs import single_worker
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.gpu.test_vllm_worker import gpu_config, started
 from tests.integration import megatron_reference as reference
@@ -28,6 +27,7 @@ from tests.integration.test_megatron_routing import (
 from tests.integration.test_router_replay_run import MODEL, runs_without_and_with_replay
 from tests.integration.vllm_models import make_checkpoint
 from tests.integration.vllm_ranks import requests
+from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")

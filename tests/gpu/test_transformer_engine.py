@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.bench.train_inputs import single_worker
 from dagrl.config import Fp8Config
 from dagrl.config.kernel_checks import HOPPER, engine_version
 from dagrl.workers.megatron import cpu
@@ -20,6 +19,7 @@ from tests.gpu.test_megatron_packing import SEQUENCES, error, plain_attention
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_packing import group_batch
+from tests.single_worker import single_worker
 from tests.unit.workers.test_float8 import FORMATS, in_float8, one_rank
 from tests.unit.workers.test_megatron_experts import relative
 

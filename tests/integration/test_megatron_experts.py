@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.bench.train_inputs import single_worker
 from dagrl.runtime.shapes import Bucket, empty_batch
 from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
+from tests.single_worker import single_worker
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
 

@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dagrl.bench.train_inputs import single_worker
 from dagrl.errors import RunError
 from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
@@ -23,6 +22,7 @@ from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_layouts import UNCLIPPED
 from tests.integration.test_megatron_routing import recorded_batch
+from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 

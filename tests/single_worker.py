@@ -1,4 +1,4 @@
-"""Shared by the training benchmarks: full batches, and a worker in this process without Ray."""
+"""A train worker in this process without Ray, and full batches for it."""
 
 from __future__ import annotations
 
