@@ -333,14 +333,9 @@ def _dagrl(
     group = WorkerGroup.from_actors(list(actors), ParallelLayout(dp=shards, tp=len(actors) // shards))
     # scatter-gather joins small results on the workers into one list, which must fit
     largest = {"chain": step.payload_bytes, "scatter-gather": step.result_bytes * len(actors)}
-    limits: dict[str, Any] = {
-        "fallback": "error",
-        "max_in_flight": IN_FLIGHT,
-        "compile_s": DEADLINE_S,
-        "replay_s": DEADLINE_S,
-    }
-    limits["result_bytes"] = largest.get(step.shape, step.result_bytes) + ENVELOPE
-    scheduler = Scheduler([group], SchedulerOptions(**limits, **options))
+    room = largest.get(step.shape, step.result_bytes) + ENVELOPE
+    limits: dict[str, Any] = {"max_in_flight": IN_FLIGHT, "compile_s": DEADLINE_S, "replay_s": DEADLINE_S}
+    scheduler = Scheduler([group], SchedulerOptions(fallback="error", result_bytes=room, **limits, **options))
     mine = PHASES[step.shape]
     if step.shape == "multiple args":
         scheduler.add(mine, buckets=[Bucket(1, step.payload_bytes)])

@@ -4,7 +4,6 @@
     dagrl bench refit --cases "4B TP2->TP2" --repeats 50
     dagrl bench refit --cases "4B TP1->TP1 colocated"     two processes on one GPU, over CUDA IPC
     dagrl bench refit --trial                             a tiny model on the CPU, to try the benchmark
-    dagrl bench refit --plan --cases 235b dsv3            time and memory of planning, without weights
     dagrl bench refit --architectures --json F            every architecture that vLLM builds, at tiny size
 
 A step of a side is one transfer of the whole model: the seconds of the slowest rank from a common start until the last byte
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     harness.add_arguments(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--trial", action="store_true", help="measure a tiny model on the CPU")
-    what.add_argument("--plan", action="store_true", help="measure `dagrl inspect --phase refit` of full-size models")
     what.add_argument("--architectures", action="store_true", help="refit tiny models of all architectures")
     parser.add_argument(
         "--cases", nargs="*", default=[], help='only cases with these prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
@@ -66,11 +64,6 @@ def run(options: argparse.Namespace) -> None:
         from dagrl.bench import refit_architectures
 
         refit_architectures.run(options)
-        return
-    if options.plan:
-        from dagrl.bench import refit_plan
-
-        refit_plan.run(options)
         return
     cases, left_out = chosen(options)
     with ExitStack() as stack:

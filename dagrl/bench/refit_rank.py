@@ -107,12 +107,9 @@ class Rank:
         if not self.is_sender:
             clear(side.tensors)
         seconds = self.control.seconds(made.act, repeats, WARMUP)
-        bad = [] if self.is_sender else wrong(side.tensors, side.slices, self.case.aliases)
-        into = (
-            0
-            if self.is_sender
-            else sum(move_bytes(one.box, one.dtype or "bfloat16", one.scales is not None) for one in side.slices)
-        )
+        received = () if self.is_sender else side.slices
+        bad = wrong(side.tensors, received, self.case.aliases)
+        into = sum(move_bytes(one.box, one.dtype or "bfloat16", one.scales is not None) for one in received)
         facts = {"bytes_into_rank": into, "raw_gb_per_s": self._raw, **made.facts}
         return {"seconds": seconds, "wrong": bad, "holder": side.holder, "facts": facts}
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from dagrl.bench.refit_mappings import LARGEST, RefitMapping
 from dagrl.refit.plan.planner import BUCKET_BYTES
 from tests.integration.refit.test_table import parameters
+from tests.refit_mappings import LARGEST, RefitMapping
 
 PROGRAM = """
 import json, resource, sys
-from dagrl.bench.refit_mappings import LARGEST
+from tests.refit_mappings import LARGEST
 from tests.integration.refit.test_table import hosts_of, plan_of
 (row,) = (row for row in LARGEST if str(row) == sys.argv[1])
 size = row.train.world_size + row.tp * row.dp
@@ -29,7 +29,7 @@ print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0]
 @pytest.mark.slow
 @pytest.mark.parametrize("row", LARGEST, ids=str)
 def test_the_largest_models_are_planned_in_little_memory(row: RefitMapping) -> None:
-    """With description, hosts, summary and the parts of two ranks, in its own process. `bench refit --plan` measures it."""
+    """With description, hosts, summary and the parts of two ranks, in its own process."""
     command = [sys.executable, "-c", PROGRAM, str(row)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]

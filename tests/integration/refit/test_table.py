@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from dagrl.bench.refit_mappings import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B, QWEN3_235B, TABLE, RefitMapping
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.plan.planner import BUCKET_BYTES
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
+from tests.refit_mappings import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B, QWEN3_235B, TABLE, RefitMapping
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import (
     VllmRank,

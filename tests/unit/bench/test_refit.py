@@ -10,8 +10,6 @@ import pytest
 from dagrl.bench import refit
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_control import Control
-from dagrl.bench.refit_mappings import TABLE, RefitMapping
-from dagrl.bench.refit_plan import configuration
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
@@ -19,6 +17,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.store import reserve_port
+from tests.refit_mappings import TABLE, RefitMapping, configuration
 
 
 class Ranks:

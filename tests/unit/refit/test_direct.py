@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from dagrl.bench.refit_mappings import QWEN3_4B
 from dagrl.refit import RefitPlan, WeightSlice, plan_refit
 from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
@@ -18,6 +17,7 @@ from dagrl.refit.slices import Box, is_contiguous_box
 from dagrl.refit.transfers import DIRECT_BYTES, Move, MoveSide, adjoin, aligned, box_of_run, split_messages
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.weights import megatron_weight_slices
+from tests.refit_mappings import QWEN3_4B
 from tests.unit.refit.memory_channel import MemoryChannel, run_refit
 from tests.unit.refit.weight_reference import (
     VllmRank,

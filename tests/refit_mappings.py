@@ -130,3 +130,26 @@ TABLE = [
     *(RefitMapping(QWEN3_30B, train, 2, 8, fp8=True) for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2, _EP8DP2)),
     *LARGEST,
 ]
+
+
+def configuration(case: RefitMapping) -> dict[str, Any]:
+    """Returns the run configuration of a mapping, as in a configuration file."""
+    train = case.train
+    megatron = {
+        "data_parallel_size": train.dp,
+        "tensor_model_parallel_size": train.tp,
+        "pipeline_model_parallel_size": train.pp,
+        "expert_model_parallel_size": train.ep,
+        "expert_tensor_parallel_size": train.etp,
+        "num_layers_in_first_pipeline_stage": train.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": train.last_stage_layers,
+    }
+    vllm = {"tensor_parallel_size": case.tp, "data_parallel_size": case.dp, "precision": "fp8" if case.fp8 else None}
+    policy = {
+        "worker": "tests.refit_mappings:PlannedWorker",
+        "precision": "bfloat16",
+        "random_init": {"tokenizer_characters": "0123456789+=", "hf_config": case.model},
+        "megatron_cfg": megatron,
+        "generation": {"vllm_cfg": vllm},
+    }
+    return {"name": str(case), "algorithm": "grpo", "policy": policy, "data": {"task": "dagrl.rl.tasks:arithmetic"}}
