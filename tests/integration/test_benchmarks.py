@@ -14,9 +14,9 @@ from dagrl.bench import train
 from dagrl.bench.harness import ROOT, run_process
 from dagrl.bench.overhead import PHASES, SIDES
 from dagrl.bench.refit_cases import TRIALS
-from dagrl.bench.report import commit, plot
+from dagrl.bench.report import check_plot, commit, plot
 from dagrl.cli.main import main
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 
 
 @pytest.mark.slow
@@ -121,3 +121,5 @@ def test_rows_can_be_drawn_on_any_machine(tmp_path: Path) -> None:
     row = {"case": "chain", "side": "dagrl", "median_s": 2e-3, "low_s": 1e-3, "high_s": 4e-3}
     plot([row, {**row, "side": "Ray graph"}, {**row, "case": "reduce"}], tmp_path / "rows.svg")
     assert "Ray graph" in (tmp_path / "rows.svg").read_text()
+    with pytest.raises(ConfigError, match=r"--plot .*a\.xyz: cannot draw file type '\.xyz'; use one of .*png"):
+        check_plot(tmp_path / "a.xyz")

@@ -8,7 +8,6 @@ import pytest
 
 from dagrl.bench import report
 from dagrl.bench.report import BenchReport, commit
-from dagrl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -27,11 +26,6 @@ def test_a_written_report_reads_back(tmp_path: Path) -> None:
     )
     written.write(tmp_path / "report.json")
     assert BenchReport.read(tmp_path / "report.json") == written
-
-
-def test_an_unknown_type_of_file_for_a_plot_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--plot .*a\.xyz: cannot draw file type '\.xyz'; use one of .*png"):
-        report.check_plot(tmp_path / "a.xyz")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.5, "4.5 s"), (0.0123, "12.3 ms"), (44e-6, "44 us"), (None, "")])
