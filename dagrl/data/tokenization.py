@@ -225,21 +225,23 @@ def encode_demonstrations(
     chat = chat_of(tokenizer)
     wholes = [whole for example in examples for whole in _wholes(example, chat.of(example.tools), assistant_turns)]
     texts = [_expanded(whole.text, whole.example, whole.messages, processor) for whole in wholes]
-    wholes = [
-        replace(whole, text=text.text, learned=[(text.moved(start), text.moved(end)) for start, end in whole.learned])
-        for whole, text in zip(wholes, texts, strict=True)
-    ]
+    if processor is not None:
+        wholes = [
+            replace(whole, text=text.text, learned=[(text.moved(start), text.moved(end)) for start, end in whole.learned])
+            for whole, text in zip(wholes, texts, strict=True)
+        ]
     rows, sources = [], {difference: list[str]() for difference in DIFFERENCES}
     for whole, text, encoded in zip(wholes, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
         rows.append(_demonstration(whole, encoded, chat.of(whole.example.tools)))
         if processor is not None and whole.example.messages:
             media = _row_media(encoded, text, whole.messages, processor)
             rows[-1] = _with_media(rows[-1], media, processor.before(whole.text, chat.encoder))
-        joined = not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
-        found = {"joined": joined, "stopped": _stops_inside(rows[-1], chat.ends), "empty": not rows[-1].loss_mask.any()}
-        for difference in whole.differences | {
-            name for name, differs in found.items() if differs and whole.example.messages
-        }:
+        found = dict.fromkeys(whole.differences, True)
+        if whole.example.messages:
+            found["joined"] = not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
+            found["stopped"] = _stops_inside(rows[-1], chat.ends)
+            found["empty"] = not rows[-1].loss_mask.any()
+        for difference in (name for name, differs in found.items() if differs):
             sources[difference].append(whole.example.source)
     for difference, named in sources.items():
         if named:
@@ -250,7 +252,8 @@ def encode_demonstrations(
 def _stops_inside(row: Demonstration, ends: frozenset[int]) -> bool:
     """Returns whether a learned part has a token that ends turns, and learned ones after it."""
     learned = row.loss_mask > 0
-    return bool((np.isin(row.tokens[:-1], [*ends]) & learned[:-1] & learned[1:]).any())
+    inside = row.tokens[:-1][learned[:-1] & learned[1:]]
+    return any((inside == end).any() for end in ends)
 
 
 def _with_media(row: Demonstration, media: RowMedia | None, before: Sequence[int]) -> Demonstration:
