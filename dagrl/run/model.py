@@ -221,8 +221,8 @@ def _as_the_file_says(tokenizer: Any, directory: Path, key: str) -> Any:
 
 
 def save_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Copies the tokenizer's files into the directory of a model, with the run's chat template. The model's
-    `generation_config.json` gets the tokens that end turns, so that other engines stop there too.
+    """Copies the tokenizer's files into the directory of a model, with the run's chat template, which replaces all of the
+    tokenizer's. The model's `generation_config.json` gets the tokens that end turns, so that other engines stop there too.
 
     Files are copied because transformers would write others for some classes. A character tokenizer has none yet.
     """
@@ -236,7 +236,7 @@ def save_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, dir
         for file in {file for pattern in patterns for file in source.glob(pattern)}:
             shutil.copy2(file, directory)
         shutil.rmtree(directory / CHAT_TEMPLATE_DIR, ignore_errors=True)
-        if (source / CHAT_TEMPLATE_DIR).is_dir():
+        if policy.tokenizer.chat_template is None and (source / CHAT_TEMPLATE_DIR).is_dir():
             shutil.copytree(source / CHAT_TEMPLATE_DIR, directory / CHAT_TEMPLATE_DIR)
     if policy.tokenizer.chat_template is not None:
         (directory / TEMPLATE).write_text(policy.tokenizer.chat_template, encoding="utf-8")

@@ -18,7 +18,7 @@ from unicodedata import normalize
 import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers.normalizers import Replace
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig, PolicyConfig, TokenizerConfig
 from dagrl.data import Example
@@ -529,6 +529,18 @@ def test_a_saved_model_has_the_same_tokenizer_template_and_stops(kind: Kind, tmp
     assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     stops = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
     assert set(again.convert_ids_to_tokens(stops)) == {kind.eos, *again.convert_ids_to_tokens([*chat_of(again).end.tokens])}
+
+
+@pytest.mark.parametrize("own", [None, "own " + CHATML])
+def test_a_saved_model_has_no_template_for_tools_besides_the_runs_own(own: str | None, tmp_path: Path) -> None:
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "tools " + CHATML}  # type: ignore[assignment]
+    tokenizer.save_pretrained(tmp_path / "model")
+    policy = PolicyConfig(model_name=str(tmp_path / "model"), tokenizer=TokenizerConfig(chat_template=own))
+    (tmp_path / "final_model").mkdir()
+    save_tokenizer(policy, load_tokenizer(policy), tmp_path / "final_model")
+    again = AutoTokenizer.from_pretrained(tmp_path / "final_model")
+    assert again.chat_template == load_tokenizer(policy).chat_template == (own or tokenizer.chat_template)
 
 
 TEXT = st.text(
