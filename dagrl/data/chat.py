@@ -116,7 +116,7 @@ class Chat:
             **getattr(self.tokenizer.apply_chat_template, "keywords", {}),  # the date of the run
             **variables,
         )
-        return texts[0], [(start, end) for start, end in parts[0] if start < end]
+        return texts[0], [*parts[0]]
 
     @cached_property
     def end(self) -> TurnEnd:

@@ -426,11 +426,15 @@ def _marked(example: Example, chat: Chat) -> _Whole:
         turn = _turn(chat, example, count)
         if whole.startswith(turn.text[: turn.end]):
             sampled = [(max(start, turn.start), min(end, turn.end)) for start, end in parts]
-            sampled = [(start, end) for start, end in sampled if start < end]
+            sampled = [
+                (start, end)
+                for start, end in sampled
+                if start < end or (start == end and chat.is_end(whole[end : turn.end]))  # an empty turn
+            ]
             if sampled and chat.is_end(whole[sampled[-1][1] : turn.end]):  # outside of the marks
                 sampled[-1] = (sampled[-1][0], turn.end)
         else:
-            following = next((part for part in parts if part[0] >= place), None)
+            following = next((part for part in parts if place <= part[0] < part[1]), None)
             sampled = [] if following is None else [_rewritten(chat, example, count, turn, whole, *following)]
         place = sampled[-1][1] if sampled else place
         if message.learned:
@@ -451,7 +455,7 @@ def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str
     """
     messages = turns_of(example.messages)
     own = chat.marked(messages[:count], example.tools, **example.variables)[1]
-    inside = [part for part in own if part[0] < turn.end and part[1] > turn.start] or [(turn.start, turn.end)]
+    inside = [part for part in own if part[0] < turn.end and turn.start < part[1] > part[0]] or [(turn.start, turn.end)]
     before, after = turn.text[inside[0][0] : turn.start], turn.text[turn.end : inside[-1][1]]
     content = turn.text[max(turn.start, inside[0][0]) : turn.end].removesuffix(chat.end.text)
     if whole.startswith(before, start):

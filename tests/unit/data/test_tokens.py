@@ -696,6 +696,17 @@ def test_marks_teach_no_more_than_what_is_sampled(kind: Kind) -> None:
     assert rows[0].tokens.tolist() == rows[1].tokens.tolist() and rows[0].loss_mask.tolist() == rows[1].loss_mask.tolist()
 
 
+@pytest.mark.parametrize("texts", [["a", "", "hello", ""], ["a", "and", "hello", ""]])
+@pytest.mark.parametrize("thought", ["", "{% generation %}{{ m.reasoning_content }}{% endgeneration %}"])
+def test_empty_turns_with_marks_around_the_text_teach_the_end(texts: list[str], thought: str) -> None:
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    before = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + thought
+    after = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer.chat_template = before + "{% generation %}{{ m.content }}{% endgeneration %}" + after
+    (row,) = encode_demonstrations([example_of(messages_of(texts))], tokenizer)
+    assert [tokenizer.decode(part) for part in parts(row)] == [text + "<|im_end|>" for text in texts[1::2]]
+
+
 @pytest.mark.parametrize(
     ("name", "opening", "learned"),
     [
