@@ -39,9 +39,9 @@ def reply_row(
     /,
     **variables: Any,
 ) -> tuple[list[int], npt.NDArray[np.int64]]:
-    """Returns the tokens after a sampled turn: its end, `messages`, and the opening of the next turn. If they are more than
-    `most`, some may be left out. A turn that one of the template's or the tokenizer's ends ended gets no second end, and
-    neither does one that ended with one of `stops`, if that closes turns (`Chat.closes`).
+    """Returns the tokens after a sampled turn: its end, `messages` (or none), and the opening of the next turn. If they are
+    more than `most`, some may be left out. A turn that one of the template's or the tokenizer's ends ended gets no second
+    end, and neither does one that ended with one of `stops`, if that closes turns (`Chat.closes`).
 
     `before` is the conversation whose last message is the turn. What the assistant wrote in it does not count, except the
     names of calls. Tokenizing takes a second and 400 MB per megabyte, and a reply may be all the output of a program.
@@ -104,13 +104,13 @@ def _joint(
 ) -> _Joint:
     """Renders `before`, which the turn ends, and `messages`. `called`: the turn calls a tool."""
 
-    def render(*more: Mapping[str, Any]) -> str:
-        return chat.render([*turns, *more], tools, opened=bool(more), **variables)
+    def render(more: Messages, *, opened: bool = True) -> str:
+        return chat.render([*turns, *more], tools, opened=opened, **variables)
 
     for most in (len(before) + len(messages), 1, 0):  # calls of a turn: a template may take one, or none
         turns = with_answers(before, messages, most, called=called)
         try:
-            alone, whole = render(), render(*messages)
+            alone, whole = render([], opened=False), render(messages)
             break
         except Exception:
             if not most:
@@ -122,7 +122,8 @@ def _joint(
     if text.startswith(ended, start):
         after = start + len(ended)
     else:
-        content = render({**messages[0], "content": QUESTION}, *messages[1:])[first:].find(QUESTION, start)  # no end has it
+        asked = [{**turn, "content": QUESTION} for turn in messages[:1]]  # no end has it
+        content = render([*asked, *messages[1:]])[first:].find(QUESTION, start) if asked else -1
         after = _kept_end(chat, text, start, content if content >= 0 else len(text), ended)
         if after < 0:
             return _other_end(chat, text, start, content, ended)

@@ -222,6 +222,21 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
         assert reply_tokens(chat, turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
 
 
+@kinds
+def test_an_agent_may_ask_again_without_a_message(kind: Kind) -> None:
+    tokenizer, agent = tokenizer_of(kind), Conversations()
+    renderer, turns = Renderer(tokenizer, "hermes"), messages_of(TEXTS["one"])
+    context = renderer.context(ChatBody(model="policy", messages=turns[:1]), agent)
+    turn = sampled(kind, turns[:1], "and it")
+    result = FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
+    agent.add(Answer(context, result, message_key(turns[1]), trained=True))
+    following = renderer.context(ChatBody(model="policy", messages=turns), agent)
+    whole, reply = truth(kind, turns, opened=True), list(following.tokens)
+    assert whole[len(whole) - len(reply) :] == reply == reply_tokens(chat_of(tokenizer), turn, frozenset(), [], (), 1000)
+    if kind.again and kind.opens_alike and kind.writes_end:
+        assert following.whole() == whole
+
+
 RESULTS = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": f"it is {call['id'][-1]}"} for call in CALLS]
 AS_TEXT = [{**call, "function": {"name": "f", "arguments": json.dumps(call["function"]["arguments"])}} for call in CALLS]
 CHAIN = [
