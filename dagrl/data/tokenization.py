@@ -429,7 +429,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
             sampled = [
                 (start, end)
                 for start, end in sampled
-                if start < end or (start == end and chat.is_end(whole[end : turn.end]))  # an empty turn
+                if start < end or (start == end < turn.end and chat.is_end(whole[end : turn.end]))  # an empty turn
             ]
             if sampled and chat.is_end(whole[sampled[-1][1] : turn.end]):  # outside of the marks
                 sampled[-1] = (sampled[-1][0], turn.end)

@@ -23,7 +23,7 @@ from dagrl.config.kernel_checks import check_engine, check_float8
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
-from dagrl.data import Example, Splits, load_splits
+from dagrl.data import Example, Splits, load_splits, tokenization
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
 from dagrl.data.media import MediaProcessor, Medium, load_processor
@@ -39,7 +39,7 @@ from dagrl.data.tokenization import (
     encode_prompts,
     keep_fitting,
 )
-from dagrl.errors import ConfigError, LayoutError, UserError
+from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpus
@@ -579,9 +579,17 @@ def _check_tools(chat: Chat, schemas: Sequence[Json]) -> None:
 
 def _valid(config: Config, encode: Callable[[Sequence[Example]], list[Row]], examples: Sequence[Example]) -> list[Row]:
     """Returns the rows of the examples that the chat template and the tokenizer take (`data.invalid`)."""
-    if config.data.invalid == "error":
+    try:
         return encode(examples)
-    return list(chain(*keep_valid(examples, lambda example: encode([example]), "drop", "the chat template")))
+    except DataError:
+        if config.data.invalid == "error":
+            raise
+    tokenization.logger.disabled = True  # warnings of each row; those of all rows follow
+    try:
+        kept = keep_valid(examples, lambda example: (encode([example]), example)[1], "drop", "the chat template")
+    finally:
+        tokenization.logger.disabled = False
+    return encode(kept)
 
 
 def _check_ends(rows: Sequence[Demonstration], stops: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> None:

@@ -766,6 +766,17 @@ def test_conversations_that_the_template_rejects_are_dropped(run: Run, caplog: p
     assert "the chat template: dropped 1 of 26 examples" in caplog.text and "line 26: the chat template rej" in caplog.text
 
 
+def test_what_differs_in_the_rows_that_stay_is_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}{{ m.content if m.role != 'tool' else raise_exception('no tools') }}{% endfor %}"
+    question, result = {"role": "user", "content": "1+1="}, {"role": "tool", "content": "2"}
+    answer = {"role": "assistant", "content": "2", "reasoning_content": "2=1+1"}
+    rows = [json.dumps({"messages": turns}) for turns in [[question, answer]] * 3 + [[question, result, answer]]]
+    words = ("--dry-run", "algorithm=sft", f"policy.tokenizer.chat_template={json.dumps(template)}", "data.invalid=drop")
+    assert run(*words, "data.val_fraction=0", lines=rows)[0] == 0
+    assert "dropped 1 of 4 examples" in caplog.text and caplog.text.count("other conversations: ") == 1
+    assert "line 1 and 2 other conversations: " in caplog.text
+
+
 def test_debug_shows_the_traceback(run: Run) -> None:
     with pytest.raises(UserError, match="seed"):
         run("seed=many", "--debug")
