@@ -138,12 +138,12 @@ def load_model(directory: Path) -> Any:
     return model
 
 
-def make_model(name: str, directory: Path) -> Path:
-    """Writes a tiny model with random norms and biases. Defaults of 1 or 0 would hide omissions."""
+def make_model(name: str, directory: Path, **changes: Any) -> Path:
+    """Writes a tiny model, with `changes` of its sizes. Norms and biases are random: defaults of 1 or 0 hide omissions."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    settings = {**SIZES, **{**MODELS, **OTHER_MODELS}[name]}
+    settings = {**SIZES, **{**MODELS, **OTHER_MODELS}[name], **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
