@@ -5,7 +5,7 @@
 
 A side is a function that takes a turn: some steps, and the seconds of each. Every round lets each side take one, in one
 order and then in the other, so that a disturbance meets all of them, and ratios are those of turns in the same round. The
-rows so far are written after every round. A side that fails is left out of later rounds, with the reason in the report;
+rows so far are written after every turn. A side that fails is left out of later rounds, with the reason in the report;
 what the deadline does not allow is reported, too. A side that needs a process of its own runs it to its end in each turn
 (`execute`).
 """
@@ -101,7 +101,7 @@ def run(
     finish: Callable[[list[Row]], list[Row]] = list,
     left_out: Mapping[str, str] | None = None,
 ) -> None:
-    """Measures, writes after every round, and prints. `finish` may add to the rows what needs several of them.
+    """Measures, writes after every turn, and prints. `finish` may add to the rows what needs several of them.
 
     Raises RunError if nothing was measured, or a side failed.
     """
@@ -130,7 +130,7 @@ def measure(
     failed: dict[str, str],
     earlier: Mapping[tuple[str, str], Row] | None = None,
 ) -> Iterator[list[Row]]:
-    """Yields all rows so far after every round, and at the end. The reasons of sides that fail are added to `failed`."""
+    """Yields all rows so far after every turn, and at the end. The reasons of sides that fail are added to `failed`."""
     done: list[Row] = []
     for contest in contests:
         if not deadline.allows(contest.name):
@@ -149,23 +149,24 @@ def measure(
 
 
 Turns = Mapping[str, list[Mapping[str, Turn] | None]]
-"""What each side did in each round; None where it failed."""
+"""What each side did in each round; None where it failed, or has not begun."""
 
 
 def _rounds(
     contest: Contest, sides: Mapping[str, Take], rounds: int, deadline: Deadline, failed: dict[str, str]
 ) -> Iterator[Turns]:
-    """Yields all turns so far after every round."""
+    """Yields all turns so far after every turn."""
     turns: dict[str, list[Mapping[str, Turn] | None]] = {side: [] for side in sides}
     for number in range(-contest.warmup, rounds):
         if number > 0 and not deadline.allows(f"{contest.name}, round {number + 1}"):
             return
+        for taken in turns.values():
+            taken += [None] * (number >= 0)
         for side in list(sides) if number % 2 == 0 else list(reversed(list(sides))):
-            taken = _attempt(f"{contest.name}, {side}", sides[side], failed)
-            if number >= 0:
-                turns[side].append(taken)
-        if number >= 0 and any(taken[-1] for taken in turns.values()):
-            yield turns
+            turn = _attempt(f"{contest.name}, {side}", sides[side], failed)
+            if number >= 0 and turn is not None:
+                turns[side][-1] = turn
+                yield turns
 
 
 def _attempt(name: str, take: Take, failed: dict[str, str]) -> Mapping[str, Turn] | None:

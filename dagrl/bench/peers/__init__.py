@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
     parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
     parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
-    parser.add_argument("--micro", type=count, help="sequences of a microbatch in GRPO; default: 16, for 4b 4")
+    parser.add_argument("--micro", type=count, help="sequences of a microbatch; default: 8, in GRPO 16, for 4b 4")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
 
 
@@ -110,7 +110,8 @@ def contest(text: str, options: argparse.Namespace, peers: Mapping[str, Peer], d
         texts = [name for name, shape in MODELS.items() if not SHAPES[shape].images]
         if model not in texts or not sequences.isdecimal():
             raise ConfigError(f"case {text!r}: expected a model of {', '.join(texts)} and a number of sequences")
-        sizes = {"tokens": int(sequences) * options.length, "length": options.length}
+        micro = min(options.micro or SFT_MICROBATCH, int(sequences))
+        sizes = {"tokens": int(sequences) * options.length, "length": options.length, "micro": micro}
         opened = partial(sft_sides, text, model, int(sequences), options, peers, directory)
     return Contest(text, {text: sizes}, opened)
 
@@ -139,11 +140,8 @@ def sft_sides(
     """Yields the turns of all sides of SFT."""
     shape, precision = SHAPES[MODELS[size]], "float32" if options.tiny else "bfloat16"
     shape = shape.narrowed() if options.tiny else shape
-    model, config, micro = (
-        write_with_tokenizer(shape, directory, precision),
-        directory / "sft.yaml",
-        min(SFT_MICROBATCH, rows),
-    )
+    model, config = write_with_tokenizer(shape, directory, precision), directory / "sft.yaml"
+    micro = min(options.micro or SFT_MICROBATCH, rows)
     values = sft_config(model, rows, options.length, micro, precision)
     del values["policy"]["megatron_cfg"]
     config.write_text(yaml.safe_dump(values))
