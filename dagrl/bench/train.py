@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,8 @@ def sft_config(
 def sides(case: TrainCase, options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Take]]:
     """Writes the checkpoint and the configuration, and yields the turns of both sides."""
     precision = "float32" if options.tiny else "bfloat16"
-    model = write_with_tokenizer(case.shape, directory, precision)
+    shape = replace(case.shape, config={**case.shape.config, "max_position_embeddings": max(40960, options.length)})
+    model = write_with_tokenizer(shape, directory, precision)
     config = directory / "sft.yaml"
     config.write_text(yaml.safe_dump(sft_config(model, options.rows, options.length, options.micro, precision, case.layout)))
     command = [sys.executable, "-m", "dagrl.cli.main", "config", str(config), *case.overrides]

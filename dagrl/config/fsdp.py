@@ -58,7 +58,7 @@ class FsdpConfig(FsdpLayoutConfig):
     activation_checkpointing: Literal["none", "full", "selective", "offloaded"] = derived(
         "none", "full if a sequence does not fit the GPU without, else none"
     )
-    """What the backward pass recomputes. `full`: whole layers. `selective`: all but matrix products and attention.
+    """What the backward pass recomputes. `full`: whole layers. `selective`: all of them but attention, for long sequences.
     `offloaded`: whole layers, whose inputs wait in host memory."""
 
     cpu_offload: bool = False

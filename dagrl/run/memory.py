@@ -224,10 +224,10 @@ def train_memory(
         parts["gathered weights"] = width * (every if _shards(policy) == 1 else ends + 2 * (every - ends) / model.layers)
     recomputes = policy.fsdp_cfg.activation_checkpointing if fsdp else policy.megatron_cfg.activation_checkpointing
     saved = saved_bytes(policy, model) * own
-    if recomputes in ("full", "offloaded") or (recomputes is True and policy.megatron_cfg.recompute_granularity == "full"):
+    if (fsdp and recomputes != "none") or (recomputes is True and policy.megatron_cfg.recompute_granularity == "full"):
         split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
-        inputs = width * model.hidden * own / split
-        saved = saved / model.layers + (0.0 if recomputes == "offloaded" else model.layers * inputs)
+        kept = model.hidden / split + (model.queries / layout.tp if recomputes == "selective" else 0.0)
+        saved = saved / model.layers + (0.0 if recomputes == "offloaded" else model.layers * width * kept * own)
     # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
     parts["activations"] = saved * min(layout.pp, -(-rows * longest // tokens)) / layout.pp
     if not scalar:
@@ -241,7 +241,6 @@ def train_memory(
         "float32: not measured": width == 4,
         "layers without torch_compile: not measured": fsdp and not policy.fsdp_cfg.torch_compile,
         "experts under FSDP: not measured": fsdp and model.experts,
-        "selective recomputation: counted as none": fsdp and recomputes == "selective",
         "products of adapters: not counted": fsdp and policy.peft.enabled,
         f"state of {policy.optimizer.name}: counted as AdamW's": policy.optimizer.name != ADAMW,
         f"the model {policy.reference_model_name}: not counted": policy.reference_model_name,

@@ -419,16 +419,19 @@ def prepare_layer(layer: Any, settings: FsdpConfig, *, compiles: bool) -> None:
     Those of a vision tower are not compiled: torch would compile them again for each number of images, which they attend to
     one by one.
     """
+    kind = settings.activation_checkpointing
     if compiles:
         layer.forward = torch.compile(layer.forward)
-    kind = settings.activation_checkpointing
     if kind == "none":
         return
     selective: dict[str, Any] = (
         {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if kind == "selective" else {}
     )
-    recomputed = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **selective)
-    layer.forward = partial(_offloaded, recomputed) if kind == "offloaded" else recomputed
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **selective)
+    if kind == "offloaded":
+        layer.forward = partial(_offloaded, layer.forward)
+    elif compiles:  # as one graph, if there is one: inside of it alone, single operators can be kept
+        layer.forward = torch.compile(layer.forward)
 
 
 def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -437,17 +440,17 @@ def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_COSTLY = {
-    torch.ops.aten.mm.default,
+_ATTENTION = {
+    torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-"""Operators whose results selective checkpointing keeps."""
+"""Operators whose results selective checkpointing keeps: the only ones whose time grows with the square of the tokens."""
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:

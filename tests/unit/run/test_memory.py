@@ -123,11 +123,13 @@ def test_images_are_not_predicted() -> None:
 
 def test_checkpointing_keeps_a_layers_input() -> None:
     keys = " policy.fsdp_cfg.activation_checkpointing={}" + FSDP
-    every, inputs, host = (
-        predicted("4b:dp1" + keys.format(kind), 1, 16384, 1).parts["activations"] for kind in ("none", "full", "offloaded")
+    every, inputs, attention, host = (
+        predicted("4b:dp1" + keys.format(kind), 1, 16384, 1).parts["activations"]
+        for kind in ("none", "full", "selective", "offloaded")
     )
     assert host == pytest.approx(every / 36)
     assert inputs - host == 36 * 16384 * 2560 * 2
+    assert attention - inputs == 36 * 16384 * 4096 * 2
 
 
 def grpo(exchange: str = "auto", cache: int | None = None, gpus: int = 1) -> Config:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dagrl.config import Config, Json
+from dagrl.config import Config, FsdpConfig, Json
 from dagrl.errors import CheckpointError, UserError
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
@@ -168,3 +169,31 @@ def test_models_are_equal_if_transformers_completes_them_to_the_same() -> None:
     backend, short = FsdpWorker.backend_class, {key: QWEN3[key] for key in QWEN3 if key != "rms_norm_eps"}
     assert backend.computed({**short, "eos_token_id": 3}) == backend.computed({**short, "rms_norm_eps": 1e-6})
     assert backend.computed(short) != backend.computed({**short, "rms_norm_eps": 1e-5})
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the forward passes of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "attentions"), [("none", 2), ("full", 4), ("selective", 2), ("offloaded", 4)])
+def test_recomputation_changes_no_gradient(kind: Any, attentions: int) -> None:
+    from dagrl.workers.fsdp.model import prepare_layer
+
+    plain, model = tiny("qwen3"), tiny("qwen3")
+    for layer in model.model.layers:
+        prepare_layer(layer, FsdpConfig(activation_checkpointing=kind), compiles=False)
+    tokens = torch.randint(0, 200, (2, 9))
+    with Attentions() as calls:
+        model(input_ids=tokens, use_cache=False).logits.square().mean().backward()
+    plain(input_ids=tokens, use_cache=False).logits.square().mean().backward()
+    assert calls.count == attentions
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
