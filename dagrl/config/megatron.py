@@ -26,21 +26,6 @@ class DistributedDataParallelConfig(Section):
     """
 
 
-class Fp8Config(Section):
-    """Training with matrix products in FP8."""
-
-    enabled: bool = False
-    """Compute the linear layers of attention and MLPs, forward and backward, in FP8. Embedding, output layer, router, norms
-    and the experts of a mixture stay in `policy.precision`, and so do all weights. Needs GPUs of compute capability 8.9."""
-
-    fp8: Literal["e4m3", "hybrid"] = "hybrid"
-    """Format of gradients. `hybrid`: E5M2, with a wider range. Activations and weights are always in E4M3."""
-
-    fp8_recipe: Literal["tensorwise", "blockwise"] = "tensorwise"
-    """Scaling, from the values at the time. `tensorwise`: one scale for a whole tensor. `blockwise`: one for 128 x 128
-    values of a weight and for 1 x 128 of other tensors; needs Transformer Engine, and GPUs of compute capability 9.0."""
-
-
 class LayoutConfig(Section):
     """The parallel layout of a group of Megatron workers."""
 
@@ -109,10 +94,9 @@ class MegatronConfig(LayoutConfig):
     all experts."""
 
     transformer_engine: Literal["auto", "always", "never"] = "auto"
-    """Whether Transformer Engine computes attention of packed rows and FP8 products. `auto`: where it is
-    installed, on Hopper. `always`: an error where it cannot be used at all. `never`: for `fp8_recipe=blockwise` alone."""
+    """Whether Transformer Engine computes attention of packed rows. `auto`: where it is installed, on Hopper. `always`: an
+    error where it cannot be used at all."""
 
-    fp8_cfg: Fp8Config = Fp8Config()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
 
     @model_validator(mode="after")

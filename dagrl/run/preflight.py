@@ -19,7 +19,7 @@ import numpy as np
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
-from dagrl.config.kernel_checks import check_engine, check_float8
+from dagrl.config.kernel_checks import check_engine
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
@@ -42,7 +42,7 @@ from dagrl.data.tokenization import (
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_callable, load_class, require_package, running
-from dagrl.machine import cpu_count, gpus
+from dagrl.machine import cpu_count
 from dagrl.rl.algorithm import KEY, columns_by_phase, planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
@@ -386,9 +386,6 @@ def check_machine(config: Config, plan: RunPlan) -> None:
     if config.cluster.address is None:
         check_ray_directory()
         check_engine(config.policy, has_gpu=bool(gpus_here(config.cluster)))
-    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and gpus_here(config.cluster):
-        for gpu in gpus():
-            check_float8(config.policy.megatron_cfg.fp8_cfg.fp8_recipe, gpu.name, gpu.capability)
 
 
 def _most_workers(config: Config) -> tuple[int | None, str]:

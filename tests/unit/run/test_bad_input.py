@@ -24,7 +24,6 @@ from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits, open_sampler
 from dagrl.data.tokenization import digest_of
 from dagrl.errors import UserError
-from dagrl.machine import Gpu
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.run.preflight import preflight
@@ -442,23 +441,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return code, capsys.readouterr().err
 
     return train
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "message"),
-    [
-        ("tensorwise", (8, 0), "fp8_cfg.enabled is true ... NVIDIA G has 8.0. Set it to false"),
-        ("blockwise", (9, 0), "fp8_cfg.fp8_recipe is blockwise ... it is not installed: install transformer_engine"),
-        ("blockwise", (10, 0), "fp8_cfg.fp8_recipe is blockwise ... (Hopper); NVIDIA G has 10.0. Set it to tensorwise"),
-    ],
-)
-def test_gpus_that_cannot_multiply_in_float8(
-    recipe: str, capability: tuple[int, int], message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dagrl.run.preflight.gpus", lambda: [Gpu("GPU-a", "NVIDIA G", 81920, "580", capability)])
-    monkeypatch.setattr("dagrl.config.kernel_checks.engine_version", lambda: "2.20.2" if capability[0] > 9 else None)
-    words = f"{MEGATRON}.fp8_cfg={{enabled: true, fp8_recipe: {recipe}}}", "policy.precision=bfloat16", "cluster.num_gpus=2"
-    check(run(*words), message, tmp_path / "runs")
 
 
 def check(result: tuple[int, str], message: str, runs: Path) -> None:

@@ -27,7 +27,6 @@ from dagrl.workers.train import logprobs
 ROOT = Path(__file__).parents[3]
 H200 = 139.8 * GIB
 PACKED = " policy.sequence_packing.enabled=true"
-FP8 = PACKED + " policy.megatron_cfg.fp8_cfg.enabled=true"
 OURS = " policy.megatron_cfg.transformer_engine=never"
 FSDP = " policy.backend=fsdp policy.fsdp_cfg.torch_compile=true"
 MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak GiB
@@ -50,10 +49,6 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
         104.27,
     ),  # .../train-4b-4k.json; train-4b-16k.json recomputed 14 layers, no longer a choice
     ("4b:dp1" + PACKED + OURS, 8, 4096, 2, 103.71),
-    ("4b@12:dp1" + PACKED + OURS, 16, 2048, 4, 41.38),  # .../train-fp8.json
-    ("4b@12:dp1" + FP8 + OURS, 16, 2048, 4, 40.42),
-    ("4b@12:dp1" + FP8, 16, 2048, 4, 42.37),
-    ("4b@12:dp1 policy.megatron_cfg.fp8_cfg.fp8_recipe=blockwise" + FP8, 16, 2048, 4, 42.48),
     # 4x-nvidia-h200/2026-11-27/grpo-0.6b-512: the size of its microbatches is that of bench peers, which fits its padding.
     ("0.6b:dp1 policy.sequence_packing.train_mb_tokens=16384" + PACKED, 512, 376, 16, 36.86),
     # What torch.compile saves is inferred from these two.
