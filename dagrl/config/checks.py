@@ -233,12 +233,6 @@ def _check_training(config: Config, plan: RunPlan) -> None:
         raise ConfigError(
             f"policy.optimizer.min_lr is {end:g}, above lr {rate:g}, where the decay starts; set it to {rate:g} or less"
         )
-    ddp, key = megatron.distributed_data_parallel_config, "policy.megatron_cfg.distributed_data_parallel_config"
-    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.use_distributed_optimizer):
-        raise ConfigError(
-            f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
-            "policy.megatron_cfg.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
-        )
     if plan.generates and sends_adapters(config):
         _check_adapters(config, generation_config(config))
     if megatron.cuda_graphs:

@@ -19,12 +19,6 @@ class DistributedDataParallelConfig(Section):
     overlap_grad_reduce: bool = False
     """Reduce each bucket of gradients while the backward pass computes the next one."""
 
-    overlap_param_gather: bool = False
-    """Gather sharded parameters while the next forward pass runs.
-
-    Needs `overlap_grad_reduce` and `use_distributed_optimizer`. Not for models with experts.
-    """
-
 
 class LayoutConfig(Section):
     """The parallel layout of a group of Megatron workers."""

@@ -53,8 +53,7 @@ def case(
 ) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
     megatron |= {"activation_checkpointing": True, **recompute} if recompute is not None else {}
-    ddp = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap and sharded}
-    megatron |= {"distributed_data_parallel_config": ddp} if overlap else {}
+    megatron |= {"distributed_data_parallel_config": {"overlap_grad_reduce": True}} if overlap else {}
     policy = PACKED if packed else {}
     return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, sharded, policy)
 

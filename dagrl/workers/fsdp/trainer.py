@@ -148,9 +148,6 @@ class ShardedModel:
         attention = 2 * width * size("num_hidden_layers")  # causal, half of the square
         return 3e-12 * float(sum(2 * weights * length + attention * length * length for length in map(int, lengths)))
 
-    def settle(self) -> None:
-        """Does nothing: an update leaves nothing pending."""
-
     def step_count(self) -> float:
         """Returns 0: the pieces of a checkpoint have the counts of the optimizer."""
         return 0.0

@@ -133,8 +133,6 @@ policy.peft={enabled: true, target_modules: [q_proj, layers.2.mlp.up_proj]} ->
     has 'layers.2.mlp.up_proj' ... or the end of a longer name such as 'model.layers.0.self_attn.q_proj'
 policy.peft={enabled: true, adapter_path: nowhere} ->
     cannot read ... adapter_config.json ... policy.peft.adapter_path must be a directory that PEFT or dagrl wrote
-DDP={overlap_grad_reduce: true, overlap_param_gather: true}; MEGATRON.use_distributed_optimizer=true; LORA.enabled=true ->
-    overlap_param_gather is true, and peft.enabled
 seed=4294967296 -> seed (command line) ... expected: less than 4294967296
 policy.scheduler.lr_warmup_init=1; sft.lr=2 ->
     policy.scheduler.lr_warmup_init is 1, above policy.optimizer.lr 1e-06 ... or less
@@ -271,10 +269,6 @@ policy.generation.vllm_kwargs={speculative_config: {method: ngram}}; policy.gene
     vllm_kwargs.speculative_config is set ... one token at a time ... remove it
 cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
     cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
-DDP={overlap_grad_reduce: true, overlap_param_gather: true} ->
-    overlap_param_gather is true ... use_distributed_optimizer=true
-DDP.overlap_param_gather=true; MEGATRON.use_distributed_optimizer=true ->
-    overlap_param_gather is true ... overlap_grad_reduce=true
 MEGATRON.cuda_graphs=true; cluster.num_gpus=0 ->
     MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
 output_dir=/proc/x -> output_dir /proc/x: cannot write in /proc
@@ -322,8 +316,6 @@ data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers
     HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
 data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
     HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
-DDP={overlap_grad_reduce: true, overlap_param_gather: true}; MEGATRON.use_distributed_optimizer=true; MIXTURE ->
-    DDP.overlap_param_gather is true ... the model has experts
 MEGATRON.moe_aux_loss_coeff=0.01; MIXTURE ->
     moe_router_load_balancing_type is 'none' ... moe_aux_loss_coeff 0.01 ... set both
 MEGATRON.moe_z_loss_coeff=0.01 -> moe_z_loss_coeff is set, but the model has no experts ... set both to 0
