@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt
 
 from dagrl.config.section import Section, derived
 from dagrl.runtime.layout import ParallelLayout
@@ -69,15 +69,9 @@ class MegatronConfig(LayoutConfig):
     recompute_granularity: Literal["full", "selective"] = "full"
     """What `activation_checkpointing` recomputes: whole layers, or the attention core alone."""
 
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "global_aux_loss"] = "none"
-    """The load-balancing loss of a mixture of experts. It compares each expert's probability with its share of the tokens
-    of the microbatch (`aux_loss`), or of the step so far on all shards (`global_aux_loss`)."""
-
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of each layer."""
-
-    moe_z_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the z loss of each layer, which keeps the router's logits small."""
+    """Weight of the load-balancing loss of each layer of experts. It compares each expert's probability with its share of
+    the tokens of the microbatch."""
 
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """By how much each optimizer step moves the bias of each expert: up if it had fewer tokens than the mean, down if it had
@@ -92,16 +86,6 @@ class MegatronConfig(LayoutConfig):
     error where it cannot be used at all."""
 
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-
-    @model_validator(mode="after")
-    def _balancing_has_a_weight(self) -> Self:
-        kind, weight = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
-        if (kind == "none") != (weight == 0):
-            raise ValueError(
-                f"moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a load-balancing loss "
-                "set both, such as global_aux_loss and 0.001, or else none and 0"
-            )
-        return self
 
     @property
     def layout(self) -> ParallelLayout:

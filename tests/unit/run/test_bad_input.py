@@ -316,9 +316,7 @@ data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers
     HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
 data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
     HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
-MEGATRON.moe_aux_loss_coeff=0.01; MIXTURE ->
-    moe_router_load_balancing_type is 'none' ... moe_aux_loss_coeff 0.01 ... set both
-MEGATRON.moe_z_loss_coeff=0.01 -> moe_z_loss_coeff is set, but the model has no experts ... set both to 0
+MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
 MEGATRON.moe_router_bias_update_rate=0.001; MIXTURE ->
     moe_router_bias_update_rate is 0.001 ... qwen3_moe models have no expert bias ... set it to 0
 MEGATRON.moe_router_bias_update_rate=0.001; LORA.enabled=true; BIASED ->
