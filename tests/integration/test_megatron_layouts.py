@@ -194,6 +194,21 @@ def test_three_steps_match_plain_torch(item: Case, megatron_pool: MegatronPool, 
     assert expected.losses[-1] < expected.losses[0] - 0.01
 
 
+IN_BFLOAT16 = [
+    case("qwen3", "single"),
+    case("qwen3", "dp2-sharded", sharded=True, dp=2),
+    case("qwen3_tied", "tp2", tp=2),
+    case("qwen3_moe", "dp2ep2", dp=2, ep=2),
+]
+
+
+@pytest.mark.parametrize("item", IN_BFLOAT16, ids=lambda item: item.name)
+def test_bfloat16_is_close_to_float32(item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """By bounds that a model without attention violates."""
+    found = run_case(megatron_pool, item, tiny_models[item.model], precision="bfloat16")
+    assert not reference.beyond_bfloat16(found, plain_torch(tiny_models[item.model]))
+
+
 @pytest.mark.parametrize(("recompute", "twice"), [({}, 4), (None, 0)], ids=["all", "none"])
 def test_activations_are_recomputed_where_asked(
     recompute: dict[str, Any] | None, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
