@@ -59,7 +59,7 @@ class FsdpConfig(FsdpLayoutConfig):
         "none", "full if a sequence does not fit the GPU without, else none"
     )
     """What the backward pass recomputes. `full`: whole layers. `selective`: all of them but attention, for long sequences.
-    `offloaded`: whole layers, whose inputs wait in host memory."""
+    `offloaded`: as `selective` (as `full` without `torch_compile`), with what is kept in host memory."""
 
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, where the optimizer then runs. GPUs hold the weights of

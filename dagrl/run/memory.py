@@ -226,8 +226,8 @@ def train_memory(
     saved = saved_bytes(policy, model) * own
     if (fsdp and recomputes != "none") or (recomputes is True and policy.megatron_cfg.recompute_granularity == "full"):
         split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
-        kept = model.hidden / split + (model.queries / layout.tp if recomputes == "selective" else 0.0)
-        saved = saved / model.layers + (0.0 if recomputes == "offloaded" else model.layers * width * kept * own)
+        kept = width * own * (model.hidden / split + (0.0 if recomputes in ("full", True) else model.queries / layout.tp))
+        saved = saved / model.layers + kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
     # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
     parts["activations"] = saved * min(layout.pp, -(-rows * longest // tokens)) / layout.pp
     if not scalar:

@@ -41,6 +41,7 @@ from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention
 from dagrl.workers.fsdp.context import Context
+from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.media import MediaInputs
 from dagrl.workers.fsdp.output import LogitTransform, base_of
@@ -334,9 +335,9 @@ def shard_model(
     options["mesh"] = meshes.sharding
     if meshes.dense[SHARD].size() == 1:
         options["reshard_after_forward"] = False  # there would be little to free
-    tower = image_layers(model)
+    tower, copies = image_layers(model), None
     for layer in find_layers(model):
-        prepare_layer(layer, settings, compiles=settings.torch_compile and layer not in tower)
+        copies = prepare_layer(layer, settings, copies, compiles=settings.torch_compile and layer not in tower)
         fully_shard(layer, **options)
     fully_shard(root, **options)
     if meshes.context is not None:
@@ -413,30 +414,28 @@ def image_layers(model: PreTrainedModel) -> set[nn.Module]:
     return set() if tower in (model, model.base_model) else {*tower.modules()}
 
 
-def prepare_layer(layer: Any, settings: FsdpConfig, *, compiles: bool) -> None:
+def prepare_layer(
+    layer: Any, settings: FsdpConfig, before: HostCopies | None = None, *, compiles: bool
+) -> HostCopies | None:
     """Compiles a layer, and makes its backward pass recompute what `activation_checkpointing` says.
 
     Those of a vision tower are not compiled: torch would compile them again for each number of images, which they attend to
-    one by one.
+    one by one. Returns what keeps tensors in host memory; `before` is that of the layer before.
     """
     kind = settings.activation_checkpointing
     if compiles:
         layer.forward = torch.compile(layer.forward)
     if kind == "none":
-        return
-    selective: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if kind == "selective" else {}
-    )
-    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **selective)
-    if kind == "offloaded":
-        layer.forward = partial(_offloaded, layer.forward)
-    elif compiles:  # as one graph, if there is one: inside of it alone, single operators can be kept
+        return None
+    keeps = kind == "selective" or (kind == "offloaded" and compiles)  # else kept results would stay on the GPU
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if keeps else {}
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **context)
+    if compiles:  # as one graph, if there is one: inside of it alone, single operators can be kept
         layer.forward = torch.compile(layer.forward)
-
-
-def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return forward(*args, **kwargs)
+    if kind != "offloaded":
+        return None
+    layer.forward = copies = HostCopies(layer, layer.forward, before)
+    return copies
 
 
 def _kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -122,9 +122,9 @@ def test_checkpointing_keeps_a_layers_input() -> None:
         predicted("4b:dp1" + keys.format(kind), 1, 16384, 1).parts["activations"]
         for kind in ("none", "full", "selective", "offloaded")
     )
-    assert host == pytest.approx(every / 36)
-    assert inputs - host == 36 * 16384 * 2560 * 2
+    assert inputs == pytest.approx(every / 36 + 36 * 16384 * 2560 * 2)
     assert attention - inputs == 36 * 16384 * 4096 * 2
+    assert host == pytest.approx(every / 36 + 2 * 16384 * (2560 + 4096) * 2)
 
 
 def grpo(exchange: str = "auto", cache: int | None = None, gpus: int = 1) -> Config:
