@@ -434,7 +434,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
             if sampled and chat.is_end(whole[sampled[-1][1] : turn.end]):  # outside of the marks
                 sampled[-1] = (sampled[-1][0], turn.end)
         else:
-            following = next((part for part in parts if place <= part[0] < part[1]), None)
+            following = _following(chat, example, count, whole, [part for part in parts if place <= part[0]])
             sampled = [] if following is None else [_rewritten(chat, example, count, turn, whole, *following)]
         place = sampled[-1][1] if sampled else place
         if message.learned:
@@ -446,6 +446,22 @@ def _marked(example: Example, chat: Chat) -> _Whole:
             "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
     return _Whole(example, whole, learned, _calls(example.messages[-1]), differences)
+
+
+def _following(
+    chat: Chat, example: Example, count: int, whole: str, parts: Sequence[tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Returns which of the marked `parts` of `whole` is the turn that ends with message `count`, written otherwise there.
+
+    That is the first that is not empty, unless the next turn's text is in it: then the template leaves nothing of this one.
+    """
+    following = next((part for part in parts if part[0] < part[1]), None)
+    number = next((number for number, _ in _assistant_turns(example) if number > count), None)
+    if following in (None, parts[0]) or number is None or _calls(example.messages[number - 1]):
+        return following
+    messages = turns_of(example.messages)
+    start = chat.text_start(messages[: number - 1], whole, example.tools, messages[number:], **example.variables)
+    return parts[0] if start < following[1] else following
 
 
 def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str, start: int, end: int) -> tuple[int, int]:

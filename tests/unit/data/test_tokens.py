@@ -743,6 +743,21 @@ def test_marks_around_turns_that_the_template_rewrites(name: str, opening: str, 
     assert [tokenizer.decode(part) for part in parts(row)] == learned
 
 
+@pytest.mark.parametrize("thought", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("weight", [0, 1])
+def test_a_turn_of_which_the_template_leaves_nothing_takes_no_marks_of_the_next(weight: int, thought: str) -> None:
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    text = "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endgeneration %}"
+    body = f"{{% if m.role == 'assistant' %}}{thought}{text}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    loop = f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{body}<|im_end|>\n{{% endfor %}}"
+    tokenizer.chat_template = loop + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    messages = messages_of(["hello", "<think>the</think>", "a", "<think>the</think>and", "it", "the hello"])
+    messages[3]["weight"] = weight
+    (row,) = encode_demonstrations([example_of(messages)], tokenizer)
+    learned = ["<|im_end|>", *["and<|im_end|>"] * weight, "the hello<|im_end|>"]
+    assert [tokenizer.decode(part) for part in parts(row)] == learned
+
+
 @pytest.mark.parametrize("kind", ["tiktoken", "gpt2", "legacy", "unigram"])
 @pytest.mark.parametrize("sampled", ["and", "and <", "and<|im_", "and<|im_end|>", "and<|im_end|>\n"])
 def test_a_string_that_ended_a_turn_is_not_repeated(kind: str, sampled: str) -> None:
