@@ -235,11 +235,6 @@ grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 ->
     grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions
 algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; grpo.use_dynamic_sampling=true ->
     grpo ( ... num_generations_per_prompt is 1, but use_dynamic_sampling drops
-ppo.kl_in_reward=true -> ppo.kl_in_reward is true, but algorithm grpo has no critic
-algorithm=ppo; ppo.kl_in_reward=true; loss_fn.force_on_policy_ratio=true ->
-    ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true
-algorithm=ppo; ppo.kl_in_reward=true; loss_fn.reference_policy_kl_penalty=0 ->
-    ppo.kl_in_reward is true, but algorithm ppo does not read 'reference_logprobs' ... _kl_penalty above 0
 algorithm=ppo; critic.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
     critic.train_global_batch_size 8 is not divisible by data_parallel_size 3
 algorithm=ppo; critic.train_global_batch_size=6 -> 16 samples, not a multiple of critic.train_global_batch_size 6
