@@ -23,7 +23,7 @@ from dagrl.config.kernel_checks import check_engine
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
-from dagrl.data import Example, Splits, load_splits, tokenization
+from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
 from dagrl.data.media import MediaProcessor, Medium, load_processor
@@ -38,6 +38,7 @@ from dagrl.data.tokenization import (
     encode_preferences,
     encode_prompts,
     keep_fitting,
+    warn_of_differences,
 )
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
@@ -493,6 +494,9 @@ def _encoded(
         turns = config.data.assistant_turns
         encode = partial(encode_demonstrations, tokenizer=tokenizer, assistant_turns=turns, processor=processor)
         demonstrations = [_valid(config, encode, part) for part in (learned, held[: config.sft.max_val_samples])]
+    warn_of_differences(
+        [*chain(*demonstrations), *(side for pair in chain(*pairs) for side in (pair.chosen, pair.rejected))]
+    )
     if plan.generates:
         schemas = tool_schemas(load_tools(config.environment.tools)) if config.environment.tools else []
         parts = [train, held[: config.grpo.max_val_samples], [with_chat(example, config.data) for example in questions]]
@@ -581,12 +585,8 @@ def _valid(config: Config, encode: Callable[[Sequence[Example]], list[Row]], exa
     except DataError:
         if config.data.invalid == "error":
             raise
-    tokenization.logger.disabled = True  # warnings of each row; those of all rows follow
-    try:
-        kept = keep_valid(examples, lambda example: (encode([example]), example)[1], "drop", "the chat template")
-    finally:
-        tokenization.logger.disabled = False
-    return encode(kept)
+    rows = keep_valid(examples, lambda example: encode([example]), "drop", "the chat template")
+    return [row for part in rows for row in part]
 
 
 def _check_ends(rows: Sequence[Demonstration], stops: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> None:
