@@ -49,9 +49,9 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[ScoredGroup], Ba
     groups: list[list[ScoredGroup]] = []
     scored = policy_update.scored_batch
 
-    def watched(config: Config, given: list[ScoredGroup], step: int) -> Batch:
+    def watched(config: Config, given: list[ScoredGroup], step: int, **options: bool) -> Batch:
         groups.append(given)
-        return scored(config, given, step)
+        return scored(config, given, step, **options)
 
     monkeypatch.setattr(policy_update, "CriticStep", Watched)
     monkeypatch.setattr(policy_update, "scored_batch", watched)
