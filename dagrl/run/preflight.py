@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -145,11 +145,23 @@ class Inputs:
         return list(media.values())
 
 
-def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
+class Early(Protocol):
+    """What begins while the run is checked."""
+
+    def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
+        """Begins to import what the workers, of these classes by role, will need."""
+        ...
+
+    def begin_cluster(self, config: Config) -> None:
+        """Begins to start Ray."""
+        ...
+
+
+def preflight(config: Config, *, checkpoints: bool = True, early: Early | None = None) -> Inputs:
     """Derives what the configuration leaves open, and checks it against the machine, the model, the workers, the phases and
     the data; with `checkpoints` also against those of the run. Returns what the run starts from.
 
-    Raises a UserError that says what to change.
+    `early` begins once the checks that take no time have passed. Raises a UserError that says what to change.
     """
     derived = derive_from_machine(config)
     config = derived.config
@@ -171,9 +183,13 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     _check_sets(config, plan)
     if plan.learns_from != "preferences":
         _check_responses(config, plan)
+    if early is not None:
+        early.begin_imports(config, workers)
     # before models are looked for, and before torch and transformers are imported
     splits = load_splits(config.data, _parser(plan))
     questions = load_sets(config.evaluation)
+    if early is not None:
+        early.begin_cluster(config)
     tokenizer, hf_config = _open_text(derived)
     config = derived.config
     check_other_tokenizers(config, tokenizer)

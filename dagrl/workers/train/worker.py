@@ -134,6 +134,11 @@ class TrainWorker:
         cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.policy.deterministic else {}  # as torch requires
         return {"OMP_NUM_THREADS": threads, **cublas, **cls.backend_class.environment(config)}
 
+    @classmethod
+    def imports(cls, config: Config) -> Callable[[], object]:
+        """Returns what imports the backend's libraries, without threads and CUDA."""
+        return cls.backend_class.prepare
+
     # ---- lifecycle
 
     def prepare(self) -> None:
