@@ -1,4 +1,4 @@
-# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | release-check | chaos | audit | gpu
+# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | golden | release-check | chaos | audit | gpu
 # Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
@@ -19,7 +19,7 @@ EXTRAS := .venv-extras/.setup-$(call content,requirements/cpu.lock requirements/
 AGENTS := .venv-agents/.setup-$(call content,requirements/cpu.lock requirements/agents.lock)
 PEERS := .venv-peers/.setup-$(call content,requirements/peers.lock pyproject.toml)
 
-.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions release-check chaos audit gpu
+.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions golden release-check chaos audit gpu
 
 setup: $(SETUP)
 
@@ -83,6 +83,13 @@ test-pretrained: $(TOOLS)
 # hour; some of them: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 test-versions: $(TOOLS)
 	$(VENV)/bin/python tests/versions.py $(VERSIONS)
+
+# Records the golden runs again, and measures their bounds with and without AVX; 10 minutes.
+golden: $(SETUP)
+	for run in $(or $(RUNS),$(wildcard dagrl/golden/*)); do rm -rf build/golden && mkdir -p build && \
+		$(VENV)/bin/dagrl certify build/golden --record $$run/config.yaml --steps 3 && cp $$run/bounds.json build/golden && \
+		ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(VENV)/bin/dagrl certify build/golden --measure && \
+		mv build/golden/* $$run || exit 1; done
 
 # Builds wheel and sdist of the last commit, and installs them with each Python; with a network, 20 minutes.
 release-check: $(TOOLS)

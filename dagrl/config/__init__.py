@@ -15,7 +15,7 @@ from dagrl.config.generation import (
     GenerationConfig as GenerationConfig,
     VllmConfig as VllmConfig,
 )
-from dagrl.config.megatron import Fp8Config as Fp8Config, MegatronConfig as MegatronConfig
+from dagrl.config.megatron import MegatronConfig as MegatronConfig
 from dagrl.config.models import CriticConfig as CriticConfig
 from dagrl.config.policy import (
     OptimizerConfig as OptimizerConfig,

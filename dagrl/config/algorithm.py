@@ -264,10 +264,6 @@ class PpoConfig(Section):
     whiten_advantages: bool = True
     """Give advantages mean 0 and variance 1 over the tokens of the batch."""
 
-    kl_in_reward: bool = False
-    """Subtract `loss_fn.reference_policy_kl_penalty` times the KL of each token from its reward, and do not add it to the
-    loss."""
-
 
 class SftConfig(LoopConfig):
     """Learning from demonstrations: the whole run with algorithm `sft`, a warm start with `grpo`."""

@@ -169,7 +169,6 @@ def _check_drafter(config: Config, generation: GenerationConfig) -> None:
 
 def _check_models(config: Config, plan: RunPlan) -> None:
     """Checks the models next to the policy: whether anything uses them, and where they are."""
-    algorithm, reads_reference = config.algorithm, plan.reference is not None
     if TEACHER in config.models and plan.reference == TEACHER and config.policy.reference_model_name is not None:
         raise ConfigError(
             "models.teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: "
@@ -177,24 +176,8 @@ def _check_models(config: Config, plan: RunPlan) -> None:
         )
     if config.models and plan.learns_from != "samples":
         raise ConfigError(
-            f"models.{next(iter(config.models))} is set, but algorithm {algorithm} learns from {plan.learns_from}, which "
-            "no phase runs it for; leave it out. The reference policy of pairs is policy.reference_model_name"
-        )
-    if not config.ppo.kl_in_reward:
-        return
-    if not plan.critic:
-        raise ConfigError(
-            f"ppo.kl_in_reward is true, but algorithm {algorithm} has no critic; set it to false, or algorithm=ppo"
-        )
-    if not reads_reference:
-        raise ConfigError(
-            f"ppo.kl_in_reward is true, but algorithm {algorithm} does not read 'reference_logprobs'; set "
-            "loss_fn.reference_policy_kl_penalty above 0, or kl_in_reward=false"
-        )
-    if config.loss_fn.force_on_policy_ratio:
-        raise ConfigError(
-            "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its "
-            "log-probability before the step; set one to false"
+            f"models.{next(iter(config.models))} is set, but algorithm {config.algorithm} learns from {plan.learns_from}, "
+            "which no phase runs it for; leave it out. The reference policy of pairs is policy.reference_model_name"
         )
 
 
@@ -232,12 +215,6 @@ def _check_training(config: Config, plan: RunPlan) -> None:
     if end > rate:
         raise ConfigError(
             f"policy.optimizer.min_lr is {end:g}, above lr {rate:g}, where the decay starts; set it to {rate:g} or less"
-        )
-    ddp, key = megatron.distributed_data_parallel_config, "policy.megatron_cfg.distributed_data_parallel_config"
-    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.use_distributed_optimizer):
-        raise ConfigError(
-            f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
-            "policy.megatron_cfg.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
         )
     if plan.generates and sends_adapters(config):
         _check_adapters(config, generation_config(config))

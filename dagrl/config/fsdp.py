@@ -56,10 +56,10 @@ class FsdpConfig(FsdpLayoutConfig):
     """Ranks that each train on their share of the batch. Weights, gradients and optimizer state are sharded over them."""
 
     activation_checkpointing: Literal["none", "full", "selective", "offloaded"] = derived(
-        "none", "full if a sequence does not fit the GPU without, else none"
+        "none", "the first of selective, full and offloaded that makes a sequence fit the GPU, if needed"
     )
     """What the backward pass recomputes. `full`: whole layers. `selective`: all of them but attention, for long sequences.
-    `offloaded`: whole layers, whose inputs wait in host memory."""
+    `offloaded`: as `selective` (as `full` without `torch_compile`), with what is kept in host memory."""
 
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, where the optimizer then runs. GPUs hold the weights of

@@ -1,4 +1,4 @@
-"""Checks of what Transformer Engine and FP8 products need."""
+"""Checks of what Transformer Engine needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OLDEST_ENGINE = "2.20"
 """Version of Transformer Engine from which on it has the functions in use."""
 
 HOPPER = 9
-"""The major compute capability of the GPUs on which its kernels were measured, and its FP8 blocks are native."""
+"""The major compute capability of the GPUs on which its kernels were measured."""
 
 
 def check_engine_settings(policy: PolicyConfig) -> None:
@@ -44,12 +44,11 @@ def check_engine(policy: PolicyConfig, has_gpu: bool) -> str:
 
 def _require_no_engine(policy: PolicyConfig, reason: str) -> None:
     """Raises ConfigError if the configuration needs Transformer Engine, which cannot be used for this reason."""
-    megatron = policy.megatron_cfg
-    text = "policy.megatron_cfg.{0} is {1}, which needs Transformer Engine, but " + reason + ". Otherwise set {0}={2}"
-    if megatron.transformer_engine == "always":
-        raise ConfigError(text.format("transformer_engine", "always", "auto"))
-    if megatron.fp8_cfg.enabled and megatron.fp8_cfg.fp8_recipe == "blockwise":
-        raise ConfigError(text.format("fp8_cfg.fp8_recipe", "blockwise", "tensorwise"))
+    if policy.megatron_cfg.transformer_engine == "always":
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_engine is always, which needs Transformer Engine, but "
+            f"{reason}. Otherwise set it to auto"
+        )
 
 
 def _engine_conflict(policy: PolicyConfig) -> str:
@@ -64,18 +63,3 @@ def engine_version() -> str | None:
         return metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
         return None
-
-
-def check_float8(recipe: str, gpu: str, capability: tuple[int, int]) -> None:
-    """Checks that a GPU, by its name and compute capability, multiplies FP8 matrices that are scaled by `recipe`."""
-    found = f"{gpu} has {capability[0]}.{capability[1]}"
-    if capability < (8, 9):
-        raise ConfigError(
-            "policy.megatron_cfg.fp8_cfg.enabled is true, which needs GPUs of compute capability 8.9 or more (Ada, Hopper, "
-            f"Blackwell); {found}. Set it to false, or use other GPUs"
-        )
-    if recipe == "blockwise" and capability[0] != HOPPER:
-        raise ConfigError(
-            "policy.megatron_cfg.fp8_cfg.fp8_recipe is blockwise, which needs GPUs of compute capability 9.0 (Hopper); "
-            f"{found}. Set it to tensorwise, or use other GPUs"
-        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt
 
 from dagrl.config.section import Section, derived
 from dagrl.runtime.layout import ParallelLayout
@@ -18,27 +18,6 @@ class DistributedDataParallelConfig(Section):
 
     overlap_grad_reduce: bool = False
     """Reduce each bucket of gradients while the backward pass computes the next one."""
-
-    overlap_param_gather: bool = False
-    """Gather sharded parameters while the next forward pass runs.
-
-    Needs `overlap_grad_reduce` and `use_distributed_optimizer`. Not for models with experts.
-    """
-
-
-class Fp8Config(Section):
-    """Training with matrix products in FP8."""
-
-    enabled: bool = False
-    """Compute the linear layers of attention and MLPs, forward and backward, in FP8. Embedding, output layer, router, norms
-    and the experts of a mixture stay in `policy.precision`, and so do all weights. Needs GPUs of compute capability 8.9."""
-
-    fp8: Literal["e4m3", "hybrid"] = "hybrid"
-    """Format of gradients. `hybrid`: E5M2, with a wider range. Activations and weights are always in E4M3."""
-
-    fp8_recipe: Literal["tensorwise", "blockwise"] = "tensorwise"
-    """Scaling, from the values at the time. `tensorwise`: one scale for a whole tensor. `blockwise`: one for 128 x 128
-    values of a weight and for 1 x 128 of other tensors; needs Transformer Engine, and GPUs of compute capability 9.0."""
 
 
 class LayoutConfig(Section):
@@ -90,15 +69,9 @@ class MegatronConfig(LayoutConfig):
     recompute_granularity: Literal["full", "selective"] = "full"
     """What `activation_checkpointing` recomputes: whole layers, or the attention core alone."""
 
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "global_aux_loss"] = "none"
-    """The load-balancing loss of a mixture of experts. It compares each expert's probability with its share of the tokens
-    of the microbatch (`aux_loss`), or of the step so far on all shards (`global_aux_loss`)."""
-
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of each layer."""
-
-    moe_z_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the z loss of each layer, which keeps the router's logits small."""
+    """Weight of the load-balancing loss of each layer of experts. It compares each expert's probability with its share of
+    the tokens of the microbatch."""
 
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """By how much each optimizer step moves the bias of each expert: up if it had fewer tokens than the mean, down if it had
@@ -109,21 +82,10 @@ class MegatronConfig(LayoutConfig):
     all experts."""
 
     transformer_engine: Literal["auto", "always", "never"] = "auto"
-    """Whether Transformer Engine computes attention of packed rows and FP8 products. `auto`: where it is
-    installed, on Hopper. `always`: an error where it cannot be used at all. `never`: for `fp8_recipe=blockwise` alone."""
+    """Whether Transformer Engine computes attention of packed rows. `auto`: where it is installed, on Hopper. `always`: an
+    error where it cannot be used at all."""
 
-    fp8_cfg: Fp8Config = Fp8Config()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-
-    @model_validator(mode="after")
-    def _balancing_has_a_weight(self) -> Self:
-        kind, weight = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
-        if (kind == "none") != (weight == 0):
-            raise ValueError(
-                f"moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a load-balancing loss "
-                "set both, such as global_aux_loss and 0.001, or else none and 0"
-            )
-        return self
 
     @property
     def layout(self) -> ParallelLayout:

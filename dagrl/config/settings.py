@@ -94,8 +94,8 @@ def unshared_reason(policy: PolicyConfig) -> str:
         return "policy.backend is fsdp, and transformers' attention has no shared prefixes; set it to megatron"
     if megatron.context_parallel_size > 1:
         return f"context_parallel_size is {megatron.context_parallel_size}, which splits every sequence; set it to 1"
-    if megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff:
-        return "the router's loss (moe_aux_loss_coeff, moe_z_loss_coeff) counts the tokens of every sequence; set both to 0"
+    if megatron.moe_aux_loss_coeff:
+        return "the router's loss (moe_aux_loss_coeff) counts the tokens of every sequence; set it to 0"
     return ""
 
 

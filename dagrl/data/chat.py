@@ -262,6 +262,13 @@ class Chat:
         content, found, rest = text.rpartition(end)
         return content if found and not rest.strip() else text
 
+    def text_start(
+        self, before: Messages, rendered: str, tools: Sequence[Json] = (), after: Messages = (), **variables: Any
+    ) -> int:
+        """Returns where the text of the assistant turn between `before` and `after` starts in `rendered`."""
+        turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
+        return shared(rendered, *(self.render([*before, turn, *after], tools, opened=False, **variables) for turn in turns))
+
     def content_start(
         self, before: Messages, rendered: str, tools: Sequence[Json] = (), after: Messages = (), **variables: Any
     ) -> int:
@@ -271,10 +278,7 @@ class Chat:
 
         Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
         """
-        turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
-        content = shared(
-            rendered, *(self.render([*before, turn, *after], tools, opened=False, **variables) for turn in turns)
-        )
+        content = self.text_start(before, rendered, tools, after, **variables)
         prompt = self.render(before, tools, opened=True, **variables) if before else rendered[:content]
         opening, content = (self._whole(rendered, place) for place in (shared(rendered, prompt), content))
         if opening >= content:

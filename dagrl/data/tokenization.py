@@ -46,7 +46,7 @@ DIFFERENCES = {
     "stopped": "the chat template writes an end of turns inside of one, such as before its calls; there generation stops",
     "empty": "nothing is learned: the chat template writes no more of the turns to learn than their prompts have",
 }
-"""How rows may differ from what is generated. The first rows that do are named in a warning."""
+"""How rows may differ from what is generated; see `warn_of_differences`."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A whole sequence. `loss_mask` is 1 on the tokens of responses and 0 elsewhere, token aligned."""
+    """A whole sequence. `loss_mask` is 1 on the tokens of responses and 0 elsewhere, token aligned.
+
+    `differences` are keys of `DIFFERENCES`.
+    """
 
     tokens: npt.NDArray[np.int64]  # [sequence]
     loss_mask: npt.NDArray[np.float32]  # [sequence]
     source: str
     task: str = ""
     media: RowMedia | None = None
+    differences: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -230,23 +234,28 @@ def encode_demonstrations(
             replace(whole, text=text.text, learned=[(text.moved(start), text.moved(end)) for start, end in whole.learned])
             for whole, text in zip(wholes, texts, strict=True)
         ]
-    rows, sources = [], {difference: list[str]() for difference in DIFFERENCES}
+    rows = []
     for whole, text, encoded in zip(wholes, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
-        rows.append(_demonstration(whole, encoded, chat.of(whole.example.tools)))
-        if processor is not None and whole.example.messages:
-            media = _row_media(encoded, text, whole.messages, processor)
-            rows[-1] = _with_media(rows[-1], media, processor.before(whole.text, chat.encoder))
-        found = dict.fromkeys(whole.differences, True)
+        row = _demonstration(whole, encoded, chat.of(whole.example.tools))
         if whole.example.messages:
-            found["joined"] = not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
-            found["stopped"] = _stops_inside(rows[-1], chat.ends)
-            found["empty"] = not rows[-1].loss_mask.any()
-        for difference in (name for name, differs in found.items() if differs):
-            sources[difference].append(whole.example.source)
-    for difference, named in sources.items():
-        if named:
-            logger.warning("%s and %d other conversations: %s", named[0], len(named) - 1, DIFFERENCES[difference])
+            if processor is not None:
+                media = _row_media(encoded, text, whole.messages, processor)
+                row = _with_media(row, media, processor.before(whole.text, chat.encoder))
+            found = {
+                "joined": not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned),
+                "stopped": _stops_inside(row, chat.ends),
+                "empty": not row.loss_mask.any(),
+            }
+            row = replace(row, differences=whole.differences.union(name for name, differs in found.items() if differs))
+        rows.append(row)
     return rows
+
+
+def warn_of_differences(rows: Sequence[Demonstration]) -> None:
+    """Warns of each way in which some rows differ from what is generated, and names the first of them."""
+    for difference, meaning in DIFFERENCES.items():
+        if sources := [row.source for row in rows if difference in row.differences]:
+            logger.warning("%s and %d other conversations: %s", sources[0], len(sources) - 1, meaning)
 
 
 def _stops_inside(row: Demonstration, ends: frozenset[int]) -> bool:
@@ -434,7 +443,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
             if sampled and chat.is_end(whole[sampled[-1][1] : turn.end]):  # outside of the marks
                 sampled[-1] = (sampled[-1][0], turn.end)
         else:
-            following = next((part for part in parts if place <= part[0] < part[1]), None)
+            following = _following(chat, example, count, whole, [part for part in parts if place <= part[0]])
             sampled = [] if following is None else [_rewritten(chat, example, count, turn, whole, *following)]
         place = sampled[-1][1] if sampled else place
         if message.learned:
@@ -446,6 +455,22 @@ def _marked(example: Example, chat: Chat) -> _Whole:
             "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
     return _Whole(example, whole, learned, _calls(example.messages[-1]), differences)
+
+
+def _following(
+    chat: Chat, example: Example, count: int, whole: str, parts: Sequence[tuple[int, int]]
+) -> tuple[int, int] | None:
+    """Returns which of the marked `parts` of `whole` is the turn that ends with message `count`, written otherwise there.
+
+    That is the first that is not empty, unless the next turn's text is in it: then the template leaves nothing of this one.
+    """
+    following = next((part for part in parts if part[0] < part[1]), None)
+    number = next((number for number, _ in _assistant_turns(example) if number > count), None)
+    if following in (None, parts[0]) or number is None or _calls(example.messages[number - 1]):
+        return following
+    messages = turns_of(example.messages)
+    start = chat.text_start(messages[: number - 1], whole, example.tools, messages[number:], **example.variables)
+    return parts[0] if start < following[1] else following
 
 
 def _rewritten(chat: Chat, example: Example, count: int, turn: _Turn, whole: str, start: int, end: int) -> tuple[int, int]:

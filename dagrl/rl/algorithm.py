@@ -93,8 +93,8 @@ class Algorithm:
     def token_advantages(self, rewards: Floats, values: Floats, mask: Floats) -> tuple[npt.ArrayLike, npt.ArrayLike]:
         """Returns the advantage of each token, and the return that the critic learns for it. Only called with a critic.
 
-        Arrays [rows, tokens]. `rewards`: what `advantages` returns, at each row's last token, less any KL penalty in the
-        reward; `values` of the states before tokens; `mask`: 1 on tokens of the policy.
+        Arrays [rows, tokens]. `rewards`: what `advantages` returns, at each row's last token; `values` of the states before
+        tokens; `mask`: 1 on tokens of the policy.
         """
         raise NotImplementedError
 

@@ -17,8 +17,8 @@
 has ended. It is also asked about the last of `max_turns` turns, for its reward. All sequences of a group have one
 `group_seed`. Environments run in processes of their own, with deadlines (`dagrl.rl.functions.episodes`). A sequence whose
 environment raises or hangs ends there, is counted as failed and is excluded from the loss. Replies are tokenized without
-special tokens and excluded from the loss. After a lost process or in a resumed run, an environment is made again and given
-the earlier turns: it must answer equal turns equally.
+special tokens and excluded from the loss. After a lost process, an environment is made again and given the earlier turns: it
+must answer equal turns equally.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ All arrays are token aligned, [rows, tokens]; `mask` is 1 on the tokens that the
 between them and are skipped: the state after a policy token is the one before the next policy token.
 
 Sources: Schulman et al. 2015, "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
-arXiv:1506.02438, equations 11 and 16; Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155, for the reward at the last token
-and the KL penalty in the reward. verl's `compute_gae_advantage_return` computes the same.
+arXiv:1506.02438, equations 11 and 16; Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155, for the reward at the last token.
+verl's `compute_gae_advantage_return` computes the same.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from dagrl.run.session import LastStep, Session
 from dagrl.run.start import in_scratch, open_session
 from dagrl.run.tape import ENGINE_STEPS, Entry, Tape, Values, read_tape, write_tape
 from dagrl.run.train import LOOPS
-from dagrl.runtime.shapes import Array, Batch
+from dagrl.runtime.shapes import Array
 from dagrl.telemetry.metrics import GRAD_NORM
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,9 @@ with and without AVX, in the runs that come with dagrl, and in copies of four of
 
 EPSILON: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 
+DEVIATIONS = 3
+"""Standard errors by which another sampler's draws may be likelier or less likely than the recorded ones."""
+
 MARGIN = 4
 """Times the largest difference that was measured are a bound."""
 
@@ -73,7 +76,7 @@ Verdict = Literal["equal", "within", "differs"]
 @dataclass
 class PhaseReport:
     """A phase's comparison. `largest`: the largest difference in units of its bound. `first`: the first value beyond its
-    bound, or else the first that is not equal bit for bit. `draws`: how log-probabilities agree where tokens do not."""
+    bound, or else the first that is not equal bit for bit. `draws`: how the tokens compare that another sampler draws."""
 
     phase: str
     values: int = 0
@@ -214,6 +217,8 @@ def _digests(session: Session) -> Values:
 def _execute(session: Session, entries: Sequence[Entry]) -> list[Values]:
     """Submits the inputs of a tape in their order; returns the results."""
     replays, tape, results, started = session.replays, Tape(session), list[Values](), False
+    generated = _generated([entry.result for entry in entries])
+    lengths = {number: len(generated[f"tokens of request {number}"]) for number in _requests(entries)}
     with open_trainer(session) as trainer:
         for entry in entries:
             if entry.phase in (START, END):
@@ -223,7 +228,7 @@ def _execute(session: Session, entries: Sequence[Entry]) -> list[Values]:
                 trainer.start()
                 started = True
             rows = None if entry.rows is None else [np.array(shard, np.intp) for shard in entry.rows]
-            replay = replays.submit(entry.phase, entry.again(), rows)
+            replay = replays.submit(entry.phase, entry.again(lengths), rows)
             tape.begin(entry.phase, entry.value, entry.rows, replay)
             tape.end(replay, replays.collect(entry.phase, replay)[0])
             results.append(tape.entries[-1].result)
@@ -236,13 +241,10 @@ def _execute(session: Session, entries: Sequence[Entry]) -> list[Values]:
 def compare(entries: Sequence[Entry], results: Sequence[Values], bounds: Bounds) -> list[PhaseReport]:
     """Returns a report of each phase, in the order in which the run first came to it."""
     reports: dict[str, PhaseReport] = {}
-    generated: tuple[Values, Values] = {}, {}
     start = next((entry.result for entry in entries if entry.phase == START), {})
     for number, (entry, result) in enumerate(zip(entries, results, strict=True), start=1):
         report = reports.setdefault(entry.phase, PhaseReport(entry.phase))
         if ENGINE_STEPS in entry.result:  # a request may finish in another quantum
-            for values, more in zip(generated, (entry.result, result), strict=True):
-                _join(values, more)
             continue
         where = "" if entry.phase in (START, END) else f"replay {number} of {len(entries)}: "
         for name in (name for name in {**entry.result, **result} if name not in EXECUTION):
@@ -254,18 +256,28 @@ def compare(entries: Sequence[Entry], results: Sequence[Values], bounds: Bounds)
                 _compare_digest(report, name, old, new, start.get(name), bounds)
             else:
                 _compare_values(report, f"{where}{name}", old, new, _bound_of(name, bounds))
+    generated = _generated([entry.result for entry in entries]), _generated(results)
     if generated[0]:
-        _compare_generated(reports["generate"], *generated, bounds.logprob)
-        if reports["generate"].verdict == "differs":
-            reports["generate"].draws = _equal_draws(entries, *generated)
+        _compare_generated(reports["generate"], *generated, _requests(entries), bounds.logprob)
     return [report for report in reports.values() if report.values or report.unequal]
 
 
-def _join(values: Values, more: Values) -> None:
-    """Adds the requests of a quantum; those that stream come in parts."""
-    for name, part in more.items():
-        if name != ENGINE_STEPS:
-            values[name] = np.concatenate([values[name], part]) if name in values else part
+def _generated(results: Sequence[Values]) -> Values:
+    """Joins the quanta of a run: the parts of a request that streams, one after the other."""
+    joined: dict[str, list[Array]] = {}
+    for result in results:
+        for name, part in result.items() if ENGINE_STEPS in result else ():
+            joined.setdefault(name, []).append(part)
+    joined.pop(ENGINE_STEPS, None)
+    return {name: np.concatenate(arrays) for name, arrays in joined.items()}
+
+
+def _requests(entries: Sequence[Entry]) -> dict[int, bool]:
+    """Returns the requests that ended by their number, and whether each took the likeliest tokens."""
+    ended = {name for entry in entries for name in entry.result if name.startswith("tokens of request ")}
+    sent = [entry.value.fields for entry in entries if ENGINE_STEPS in entry.result and "request_ids" in entry.value.fields]
+    every = (pair for fields in sent for pair in zip(fields["request_ids"].tolist(), fields["greedy"].tolist(), strict=True))
+    return {number: bool(greedy) for number, greedy in every if f"tokens of request {number}" in ended}
 
 
 def _bound_of(name: str, bounds: Bounds) -> tuple[float, float]:
@@ -294,64 +306,58 @@ def _compare_values(report: PhaseReport, what: str, old: Array, new: Array, boun
     report.unequal += int((~same).sum()) - 1
 
 
-def _compare_generated(report: PhaseReport, old: Values, new: Values, bound: float) -> None:
+def _compare_generated(report: PhaseReport, old: Values, new: Values, requests: Mapping[int, bool], bound: float) -> None:
     """Compares the requests, each up to the first token that differs.
 
-    Where log-probabilities differ by at most `bound`, a draw from a fixed random number gives another token with about
-    this probability at most. So of `n` tokens `n * bound` may differ before a sampled sequence goes its own way.
+    The likeliest token may be another one if both have the same log-probability within `bound`. Where log-probabilities
+    differ by at most that, a fixed random number draws another token with about this probability at most; so of `n` drawn
+    tokens `n * bound` may differ. If more do, the sampler draws other numbers (`_judge_draws`).
     """
-    names = [name.removeprefix("tokens") for name in old if name.startswith("tokens")]
-    compared, parted = 0, list[tuple[str, object, object]]()
-    for name in names:
-        was, now = old["tokens" + name], new.get("tokens" + name, np.zeros(0, np.int64))
+    drawn, parted, gaps = 0, list[tuple[str, int, int]](), list[float]()
+    for number, greedy in requests.items():
+        where = f" of request {number}"
+        was, now = old["tokens" + where], new.get("tokens" + where, np.zeros(0, np.int64))
         width = min(len(was), len(now))
         unequal = np.flatnonzero(was[:width] != now[:width])
         common = int(unequal[0]) if len(unequal) else width
-        compared += common
+        report.values += common
+        drawn += 0 if greedy else common
         if len(unequal):
-            parted.append((f"token {common}{name}", int(was[common]), int(now[common])))
+            gap = float(new["logprobs" + where][common]) - float(old["logprobs" + where][common])
+            token = f"token {common}{where}"
+            if greedy:
+                report.add(token, int(was[common]), int(now[common]), abs(gap) / bound)
+            else:
+                parted.append((token, int(was[common]), int(now[common])))
+                gaps.append(gap)
         elif len(was) != len(now):
-            parted.append((f"number of tokens{name}", len(was), len(now)))
+            report.add(f"number of tokens{where}", len(was), len(now), math.inf)
         for column, limit in (("logprobs", bound), ("versions", 0.0)) if common else ():
-            known, again = (side[column + name][:common] for side in (old, new))
-            _compare_values(report, column + name, known, again, (limit, limit))
-    report.values += compared
-    allowed = math.floor(compared * bound)
-    for what, was_, now_ in parted:
-        report.add(what, was_, now_, math.inf if len(parted) > allowed else len(parted) / allowed)
+            known, again = (side[column + where][:common] for side in (old, new))
+            _compare_values(report, column + where, known, again, (limit, limit))
+    allowed = math.floor(drawn * bound)
+    if len(parted) > allowed:
+        excess = _judge_draws(report, gaps, requests)
+    else:
+        excess = len(parted) / max(allowed, 1)
+    for what, drawn_before, drawn_now in parted:
+        report.add(what, drawn_before, drawn_now, excess)
 
 
-def _equal_draws(entries: Sequence[Entry], old: Values, new: Values) -> str:
-    """Compares tokens that both engines drew after the same text with weights of the same version, by whichever request.
+def _judge_draws(report: PhaseReport, gaps: Sequence[float], requests: Mapping[int, bool]) -> float:
+    """Returns by how much draws from other random numbers exceed their bound, and describes them.
 
-    A sampler that draws other numbers changes the tokens, and leaves their log-probabilities.
+    `gaps`: of each first other token, the log-probability of the new one minus that of the recorded one, after the same
+    text. Two right samplers may change places, so a gap is as likely as its negative, and the sum of all over the root of
+    the sum of their squares is nearly a standard normal number.
     """
-    prompts: dict[int, int] = {}
-    for entry in entries:
-        if ENGINE_STEPS in entry.result and isinstance(entry.value, Batch) and "request_ids" in entry.value.fields:
-            fields = entry.value.fields
-            for number, tokens, length in zip(fields["request_ids"], fields["tokens"], fields["lengths"], strict=True):
-                prompts.setdefault(int(number), hash(tuple(tokens[:length].tolist())))
-
-    def drawn(values: Values) -> dict[tuple[int, int, int], float]:
-        """Returns log-probabilities by a hash of the text before, the version and the token."""
-        found = {}
-        for number, text in prompts.items():
-            name = f" of request {number}"
-            columns = (values.get(column + name, np.zeros(0)).tolist() for column in ("tokens", "versions", "logprobs"))
-            for token, version, logprob in zip(*columns, strict=True):
-                found[text, version, token] = logprob
-                text = hash((text, token))
-        return found
-
-    one, other = drawn(old), drawn(new)
-    both = one.keys() & other.keys()
-    if not both:
-        return ""
-    largest = max(abs(one[key] - other[key]) for key in both)
-    return (
-        f"{len(both)} tokens drawn by both after the same text have log-probabilities that differ by at most {largest:.2g}"
+    total, sampled = math.fsum(gaps), sum(not greedy for greedy in requests.values())
+    deviation = abs(total) / math.sqrt(math.fsum(gap * gap for gap in gaps) or 1.0)
+    report.draws = (
+        f"{len(gaps)} of {sampled} sampled requests draw other tokens from the same seeds, "
+        f"{'likelier' if total > 0 else 'less likely'} ones by {deviation:.1f} standard errors (at most {DEVIATIONS})"
     )
+    return deviation / DEVIATIONS
 
 
 def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, start: Array | None, bounds: Bounds) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dagrl.config import Config, Json
+from dagrl.config.roles import GENERATION
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.files import FileEntry, verify_files
@@ -22,16 +23,12 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import VALIDATION
 
-DriverPart = Callable[[Path], None]
-"""Writes driver state into the directory of a checkpoint."""
-
 
 @dataclass
 class Checkpoints:
     """The state after the last finished step, and its checkpoints in `store`, of which one is saved at a time.
 
-    Each of `groups` writes its state into a directory of its role's name. Loops append to `parts` what they save in addition
-    to `state`. `show` displays what the driver is doing.
+    Each of `groups` writes its state into a directory of its role's name. `show` displays what the driver is doing.
     """
 
     config: Config
@@ -41,7 +38,6 @@ class Checkpoints:
     show: Callable[[str], None]
     resumed: Checkpoint | None = None
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
-    parts: list[DriverPart] = field(default_factory=list)
     saved_step: int = 0
     _pending: tuple[TrainState, Path, dict[str, FileEntry]] | None = field(default=None, init=False)
 
@@ -89,6 +85,7 @@ class Checkpoints:
             self._finish()
             self._write()
         self.saved_step = self.state.step
+        self.replays.times.exclude_wait(GENERATION)
 
     def save_last(self) -> None:
         """Saves the last finished step, unless it is saved already, and waits until the checkpoint is complete."""
@@ -104,8 +101,6 @@ class Checkpoints:
                 self._hold(role)
                 background = [True] if self.config.checkpointing.async_save else []
                 files |= self._files(role, "save_checkpoint", str(directory / role), *background)
-            for write in self.parts:
-                write(directory)
         self._pending = (self.state, directory, files)
         if not self.config.checkpointing.async_save:
             self._finish()

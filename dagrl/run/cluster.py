@@ -185,6 +185,7 @@ def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: in
     """Calls `ray.init`. Ends what it has started if it raises."""
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # warns that a thread cannot set the handler of SIGTERM
     group = None if config.address else ProcessGroup()
     try:
         with nullcontext() if group is None else group.joined(), lean_node():

@@ -24,7 +24,7 @@ from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.memory import ENGINE_ROOM, Decoder, saved_bytes, size_of, state_bytes, weight_count
+from dagrl.run.memory import ENGINE_ROOM, Decoder, saved_bytes, size_of, state_bytes, train_memory, weight_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -406,11 +406,20 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     fitting = int(room / each * layout.cp) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * room) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
-    if fitting < width:
-        derived.set(recompute, "full" if fsdp else True, f"the activations of {width} tokens exceed {reason}")
-        reason = "one sequence of the greatest length"
-    derived.set(f"{packing}.train_mb_tokens", tokens, reason)
+    exceeds = f"the activations of {width} tokens exceed {reason}" if fitting < width else ""
+    derived.set(f"{packing}.train_mb_tokens", tokens, "one sequence of the greatest length" if exceeds else reason)
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
+    if exceeds:
+        derived.set(recompute, _least_recomputation(derived.config, model, parameters, memory) if fsdp else True, exceeds)
+
+
+def _least_recomputation(config: Config, model: Decoder, parameters: float, memory: float) -> str:
+    """Returns the first kind of recomputation of FSDP workers with which a microbatch fits."""
+    for kind in ("selective", "full"):
+        policy = config.with_keys({f"{FSDP}.activation_checkpointing": kind}).policy
+        if train_memory(policy, model, memory, parameters).total <= 0.9 * memory:
+            return kind
+    return "offloaded"
 
 
 def gpu_memory() -> int:

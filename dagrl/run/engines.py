@@ -90,9 +90,6 @@ class WorkerEngines(GenerationEngines):
         reports = [ranks[layout.shard(dp)[0]] for dp in range(layout.dp)]
         return {request.request_id: request for report in reports if report is not None for request in report}
 
-    def exclude_wait(self) -> None:
-        self._replays.times.exclude_wait(self._group.role.name)
-
     def replace(self, error: WorkerError) -> set[int] | None:
         return None if self._replacement is None else self._replacement.replace(error)
 

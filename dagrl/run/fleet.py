@@ -15,10 +15,13 @@ step is followed by one with new processes.
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
 from subprocess import Popen
 from threading import Event
 from types import TracebackType
@@ -30,6 +33,7 @@ from dagrl.config.roles import GENERATION, role_config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
+from dagrl.run.fork_server import ForkServer, Kind
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
 from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
@@ -53,6 +57,8 @@ class Fleet:
         self.progressed = False  # the attempt has finished a step
         self._cluster = ExitStack()
         self._workers = ExitStack()
+        self._forks: ForkServer | None = None
+        self._starting: Future[None] | None = None
         self._joined = self._settled = False
         self._groups: list[WorkerGroup] = []
         self._processes: list[Popen[Any]] = []  # of Ray, if `join` started it
@@ -63,11 +69,25 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.leave(None)
 
+    def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
+        """Begins to import what the workers will need, if they start on this machine."""
+        if config.cluster.address is None and sys.platform == "linux":
+            self._forks = fork_server(config, classes)
+
+    def begin_cluster(self, config: Config) -> None:
+        """Begins to start Ray, if it starts on this machine."""
+        if config.cluster.address is None:
+            cluster = ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s)
+            self._starting = self._cluster.enter_context(entered_beside(cluster))
+
     def join(self, config: Config) -> None:
         """Starts Ray or joins its cluster, unless that is done."""
         if self._joined:
             return
-        self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
+        if self._starting is not None:
+            self._starting.result()
+        else:
+            self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
         self._joined = True
         self._processes = cluster_processes()
 
@@ -108,7 +128,7 @@ class Fleet:
             self._revive(config, check, warm_up)
         else:
             self._workers.close()
-            self._groups = start_groups(config, plan, self._workers, check, warm_up)
+            self._groups = start_groups(config, plan, self._workers, check, warm_up, self._forks)
         return self._groups
 
     def settle(self) -> None:
@@ -125,6 +145,10 @@ class Fleet:
             self._workers.close()
         finally:
             self._cluster.close()
+            if self._forks is not None:
+                self._forks.end()
+                self._forks = None
+            self._starting = None
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
 
     def _revive(self, config: Config, check: Callable[[], None], warm_up: WarmUp) -> None:
@@ -148,6 +172,33 @@ class Fleet:
 
 
 @contextmanager
+def entered_beside(context: AbstractContextManager[None]) -> Iterator[Future[None]]:
+    """Enters `context` in a thread, which lives until the block ends: Ray's processes end with the thread that started them.
+
+    Yields the future of its entry. Leaves it in this thread, if it was entered.
+    """
+    entered, left = Future[None](), Event()
+
+    def enter() -> None:
+        try:
+            context.__enter__()
+        except BaseException as error:
+            entered.set_exception(error)
+            return
+        entered.set_result(None)
+        left.wait()
+
+    threading.Thread(target=enter, name="dagrl-cluster", daemon=True).start()
+    with ExitStack() as stack:
+        stack.callback(left.set)
+        try:
+            yield entered
+        finally:
+            if entered.exception() is None:
+                context.__exit__(None, None, None)
+
+
+@contextmanager
 def _side_by_side(check: Callable[[], None]) -> Iterator[tuple[Executor, Callable[[], None]]]:
     """Opens threads for groups that start, and yields what they call instead of `check`: it also raises if the block did."""
     failed = Event()
@@ -163,6 +214,20 @@ def _side_by_side(check: Callable[[], None]) -> Iterator[tuple[Executor, Callabl
         except BaseException:
             failed.set()
             raise
+
+
+def fork_server(config: Config, classes: Mapping[str, type]) -> ForkServer | None:
+    """Starts to import what the workers will need; None if their classes do not say what that is.
+
+    The models are in directories by the time the workers start, as their environment says.
+    """
+    kinds = {}
+    for role, worker in classes.items():
+        if hasattr(worker, "imports") and hasattr(worker, "environment"):
+            own = role_config(config, role)
+            local = own.with_keys({"policy.model_name": str(Path.cwd())})
+            kinds[role] = Kind(worker.imports(own), worker.environment(local))
+    return ForkServer(kinds) if kinds else None
 
 
 def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources, **options: Any) -> WorkerGroup:
@@ -198,6 +263,7 @@ def start_groups(
     stack: ExitStack,
     check: Callable[[], None],
     warm_up: WarmUp = lambda groups, check: None,
+    forks: ForkServer | None = None,
 ) -> list[WorkerGroup]:
     """Starts the groups of the run as `plan.start` says. `check` is called again and again, and may raise to give up.
 
@@ -219,7 +285,7 @@ def start_groups(
         for start in plan.start.groups:
             before = starting[start.after].result if start.after is not None else None
             own = resources.get(start.role, Resources(num_gpus=gpus_per_worker(config.cluster)))
-            starting[start.role] = pool.submit(_start_group, config, plan, start, own, started, before, check_all)
+            starting[start.role] = pool.submit(_start_group, config, plan, start, own, started, before, check_all, forks)
         if plan.start.early:
             warm_up([future.result() for role, future in starting.items() if role != GENERATION], check_started)
     groups = {role: future.result() for role, future in starting.items()}  # raises the error of one that did not start
@@ -237,10 +303,14 @@ def _start_group(
     started: list[WorkerGroup],
     before_setup: Callable[[], object] | None,
     check: Callable[[], None],
+    forks: ForkServer | None,
 ) -> WorkerGroup:
     """Starts one group, adds it to `started`, and moves its train state to the host if the plan says so."""
     begin = time.monotonic()
-    group = _create_group(config, plan, start.role, resources, while_waiting=check, before_setup=before_setup)
+    executable = None if forks is None else forks.executable(start.role)
+    group = _create_group(
+        config, plan, start.role, resources, py_executable=executable, while_waiting=check, before_setup=before_setup
+    )
     started.append(group)
     logger.info("%s workers started in %.1f s", start.role, time.monotonic() - begin)
     if start.leaves:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Any
 
 from dagrl.machine import descendants_of
 
-_joined = 0
-"""The process group that children of this process join; 0: they stay in its own."""
+_joined = threading.local()
+"""`group`: the process group that children of this thread join; they stay in the process's own without it."""
 
 
 def _join_group() -> None:
-    if _joined:
-        os.setpgid(0, _joined)
+    if group := getattr(_joined, "group", 0):
+        os.setpgid(0, group)
 
 
 os.register_at_fork(after_in_child=_join_group)  # Ray gives `preexec_fn` to subprocess, which then calls these functions
@@ -46,13 +47,12 @@ class ProcessGroup:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Processes that this process starts in the block join the group."""
-        global _joined
-        _joined = self._guard.pid
+        """Processes that this thread starts in the block join the group."""
+        _joined.group = self._guard.pid
         try:
             yield
         finally:
-            _joined = 0
+            _joined.group = 0
 
     def kill(self) -> None:
         """Kills what is left of the group."""

@@ -226,8 +226,8 @@ def train_memory(
     saved = saved_bytes(policy, model) * own
     if (fsdp and recomputes != "none") or (recomputes is True and policy.megatron_cfg.recompute_granularity == "full"):
         split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
-        kept = model.hidden / split + (model.queries / layout.tp if recomputes == "selective" else 0.0)
-        saved = saved / model.layers + (0.0 if recomputes == "offloaded" else model.layers * width * kept * own)
+        kept = width * own * (model.hidden / split + (0.0 if recomputes in ("full", True) else model.queries / layout.tp))
+        saved = saved / model.layers + kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
     # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
     parts["activations"] = saved * min(layout.pp, -(-rows * longest // tokens)) / layout.pp
     if not scalar:
@@ -303,7 +303,7 @@ def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu
 
 
 def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None:
-    """Raises ConfigError if what must be on a GPU at once, whatever the batch, is more than it has.
+    """Raises ConfigError if what must be on a GPU at once, whatever the batch, is more than it has, or a microbatch is.
 
     Roles whose memory is not predicted are not checked.
     """
@@ -320,6 +320,14 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None
                 f"it has {gpu / GIB:.1f} GiB; spread them over more GPUs (tensor_model_parallel_size, "
                 "use_distributed_optimizer, with policy.backend=fsdp data_parallel_size), or choose a smaller model or KV "
                 f"cache{turns}"
+            )
+    for role in roles:
+        if "activations" in role.parts and role.total > gpu and not role.unknown:
+            raise ConfigError(
+                f"{role.role} workers need {role.total / GIB:.1f} GiB of a GPU for a microbatch (`dagrl inspect --memory`), "
+                f"but it has {gpu / GIB:.1f} GiB; recompute more of it (activation_checkpointing; with policy.backend=fsdp "
+                "first selective, last offloaded), choose a smaller one (policy.sequence_packing.train_mb_tokens or "
+                "policy.train_micro_batch_size) or split its rows (context_parallel_size)"
             )
 
 

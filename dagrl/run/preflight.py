@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
-from dagrl.config.kernel_checks import check_engine, check_float8
+from dagrl.config.kernel_checks import check_engine
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
-from dagrl.data import Example, Splits, load_splits, tokenization
+from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
 from dagrl.data.media import MediaProcessor, Medium, load_processor
@@ -38,11 +38,12 @@ from dagrl.data.tokenization import (
     encode_preferences,
     encode_prompts,
     keep_fitting,
+    warn_of_differences,
 )
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_callable, load_class, require_package, running
-from dagrl.machine import cpu_count, gpus
+from dagrl.machine import cpu_count
 from dagrl.rl.algorithm import KEY, columns_by_phase, planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
@@ -144,11 +145,23 @@ class Inputs:
         return list(media.values())
 
 
-def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
+class Early(Protocol):
+    """What begins while the run is checked."""
+
+    def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
+        """Begins to import what the workers, of these classes by role, will need."""
+        ...
+
+    def begin_cluster(self, config: Config) -> None:
+        """Begins to start Ray."""
+        ...
+
+
+def preflight(config: Config, *, checkpoints: bool = True, early: Early | None = None) -> Inputs:
     """Derives what the configuration leaves open, and checks it against the machine, the model, the workers, the phases and
     the data; with `checkpoints` also against those of the run. Returns what the run starts from.
 
-    Raises a UserError that says what to change.
+    `early` begins once the checks that take no time have passed. Raises a UserError that says what to change.
     """
     derived = derive_from_machine(config)
     config = derived.config
@@ -170,9 +183,13 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     _check_sets(config, plan)
     if plan.learns_from != "preferences":
         _check_responses(config, plan)
+    if early is not None:
+        early.begin_imports(config, workers)
     # before models are looked for, and before torch and transformers are imported
     splits = load_splits(config.data, _parser(plan))
     questions = load_sets(config.evaluation)
+    if early is not None:
+        early.begin_cluster(config)
     tokenizer, hf_config = _open_text(derived)
     config = derived.config
     check_other_tokenizers(config, tokenizer)
@@ -386,9 +403,6 @@ def check_machine(config: Config, plan: RunPlan) -> None:
     if config.cluster.address is None:
         check_ray_directory()
         check_engine(config.policy, has_gpu=bool(gpus_here(config.cluster)))
-    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and gpus_here(config.cluster):
-        for gpu in gpus():
-            check_float8(config.policy.megatron_cfg.fp8_cfg.fp8_recipe, gpu.name, gpu.capability)
 
 
 def _most_workers(config: Config) -> tuple[int | None, str]:
@@ -496,6 +510,9 @@ def _encoded(
         turns = config.data.assistant_turns
         encode = partial(encode_demonstrations, tokenizer=tokenizer, assistant_turns=turns, processor=processor)
         demonstrations = [_valid(config, encode, part) for part in (learned, held[: config.sft.max_val_samples])]
+    warn_of_differences(
+        [*chain(*demonstrations), *(side for pair in chain(*pairs) for side in (pair.chosen, pair.rejected))]
+    )
     if plan.generates:
         schemas = tool_schemas(load_tools(config.environment.tools)) if config.environment.tools else []
         parts = [train, held[: config.grpo.max_val_samples], [with_chat(example, config.data) for example in questions]]
@@ -584,12 +601,8 @@ def _valid(config: Config, encode: Callable[[Sequence[Example]], list[Row]], exa
     except DataError:
         if config.data.invalid == "error":
             raise
-    tokenization.logger.disabled = True  # warnings of each row; those of all rows follow
-    try:
-        kept = keep_valid(examples, lambda example: (encode([example]), example)[1], "drop", "the chat template")
-    finally:
-        tokenization.logger.disabled = False
-    return encode(kept)
+    rows = keep_valid(examples, lambda example: encode([example]), "drop", "the chat template")
+    return [row for part in rows for row in part]
 
 
 def _check_ends(rows: Sequence[Demonstration], stops: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> None:

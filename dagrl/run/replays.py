@@ -117,6 +117,9 @@ def _quantum_overhead(counted: Sequence[CountedReplay]) -> dict[str, float]:
 class Tape(Protocol):
     """Records replays; `dagrl.run.tape` has it."""
 
+    def adapted(self, value: object, /) -> object:
+        """Returns the input to submit instead of `value`."""
+
     def begin(self, phase: str, value: object, rows: Sequence[Any] | None, replay: Replay, /) -> None:
         """Takes a replay that was submitted."""
 
@@ -158,6 +161,8 @@ class Replays:
         """Starts a replay that `collect` reads; `rows` as in `replay`."""
         phase = self.phases[name]
         self.hold(*phase.roles)
+        if self.tape is not None:
+            value = self.tape.adapted(value)
         with self.clock.measure(name):
             replay = self.scheduler.replay(phase, value, rows=rows)
         if self.tape is not None:

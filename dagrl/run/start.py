@@ -1,7 +1,7 @@
 """Starts and ends a run: four nested contexts before the first step.
 
-    prepared    checks, run directory, records, handlers of signals: no process yet
-    cluster     Ray
+    prepared    checks, run directory, records, handlers of signals; imports of the workers and Ray begin meanwhile
+    cluster     Ray is there
     workers     the worker groups, side by side; training may warm up while generation starts
     compiled    phases, refit and warm-up, the state of a checkpoint: the session
 
@@ -120,10 +120,12 @@ class PreparedRun:
 def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
     """Checks the run, locks and writes its directory, and opens its records."""
     with ExitStack() as stack:
+        unprepared = stack.enter_context(ExitStack())
+        unprepared.callback(fleet.leave, None)
         progress = stack.enter_context(Progress(config.logger))
         if fleet.inputs is None:
             progress.stage("Checking the run")
-            fleet.inputs = preflight(config)
+            fleet.inputs = preflight(config, early=fleet)
         config = fleet.inputs.config.with_keys({"checkpointing.resume": config.checkpointing.resume})
         inputs, paths = replace(fleet.inputs, config=config), RunPaths.of(config)
         stack.enter_context(lock_run(paths))
@@ -144,7 +146,7 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         media.keep_fullest((row.tokens, row.media) for row in inputs.rows)
         store, resumed = _open_checkpoints(config, paths)
         step = resumed.state.step if resumed else 0
-        yield PreparedRun(
+        run = PreparedRun(
             config=config,
             plan=plan,
             inputs=inputs,
@@ -161,6 +163,8 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
             at_end=at_end,
             put_back=put_back,
         )
+        unprepared.pop_all()  # the cluster's context leaves from here on
+        yield run
 
 
 @contextmanager

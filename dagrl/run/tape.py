@@ -29,7 +29,7 @@ from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.telemetry.metrics import StepMetrics, is_measured, merge_step_metrics
 
-FORMAT = 1
+FORMAT = 2
 ENGINE_STEPS = "engine_steps"
 
 Values: TypeAlias = dict[str, Array]
@@ -45,13 +45,22 @@ class Entry:
     rows: list[list[int]] | None = None
     result: Values = field(default_factory=dict)
 
-    def again(self) -> Any:
-        """Returns the input that repeats the replay: a quantum takes as many engine steps, whatever the clock says."""
+    def again(self, lengths: Mapping[int, int]) -> Any:
+        """Returns the input that repeats the replay: a quantum takes as many engine steps, whatever the clock says.
+
+        Its requests end at their recorded `lengths` at the latest, so that other draws do not delay those that wait.
+        """
         steps = self.result.get(ENGINE_STEPS)
         if steps is None:
             return self.value
         scalars = {name: item for name, item in self.value.scalars.items() if name != "seconds"}
-        return replace(self.value, scalars={**scalars, ENGINE_STEPS: tuple(steps.tolist())})
+        repeated = replace(self.value, scalars={**scalars, ENGINE_STEPS: tuple(steps.tolist())})
+        if "request_ids" not in repeated.fields:
+            return repeated
+        limits = zip(repeated["request_ids"].tolist(), repeated["max_new_tokens"].tolist(), strict=True)
+        return repeated.with_fields(
+            max_new_tokens=np.array([lengths.get(number, limit) for number, limit in limits], np.int64)
+        )
 
 
 class Tape:
@@ -67,6 +76,12 @@ class Tape:
         """Returns the entries without those that nobody waited for, such as the last quanta of an asynchronous run."""
         waiting = set(map(id, self._open.values()))
         return [entry for entry in self.entries if id(entry) not in waiting]
+
+    def adapted(self, value: object) -> object:
+        """Returns the input to submit. Every second request takes the likeliest tokens, which no sampler changes."""
+        if not isinstance(value, Batch) or "greedy" not in value.fields:
+            return value
+        return value.with_fields(greedy=value["greedy"] | (value["request_ids"] % 2 == 0))
 
     def begin(self, phase: str, value: object, rows: Sequence[Any] | None, replay: Replay) -> None:
         """Adds a replay that was submitted."""

@@ -72,16 +72,19 @@ class ActorStarter:
     resources: Resources
     seed: int
     collective_timeout_s: float
+    py_executable: str | None = None
 
     def __post_init__(self) -> None:
         cls, config = self.worker_class, self.config
-        environment: dict[str, str] = cls.environment(config) if hasattr(cls, "environment") else {}
+        environment: dict[str, object] = {"env_vars": cls.environment(config) if hasattr(cls, "environment") else {}}
+        if self.py_executable is not None:
+            environment["py_executable"] = self.py_executable
         self._actor_class: Any = ray.remote(
             num_cpus=self.resources.num_cpus,
             num_gpus=self.resources.num_gpus,
             max_restarts=0,
             concurrency_groups={"_ray_system": self.resources.graphs, HEALTH: 1},
-            runtime_env={"env_vars": environment},
+            runtime_env=environment,
         )(cls)
 
     @property

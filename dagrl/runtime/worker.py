@@ -31,6 +31,15 @@ class WorkerHooks(Protocol):
         """Returns environment variables that the process needs before anything is imported."""
         ...
 
+    @staticmethod
+    def imports(config: Any, /) -> Callable[[], object]:
+        """Returns what imports the libraries of a worker; it is pickled.
+
+        A run on this machine calls it once, in a process with the `environment`, and forks the workers from there. It must
+        start neither threads nor CUDA, and not import Ray: otherwise nothing is forked.
+        """
+        ...
+
     def prepare(self) -> None:
         """Called before `setup`, while other groups still start. Imports what `setup` needs, and takes no GPU memory."""
         ...

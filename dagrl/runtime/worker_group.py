@@ -96,18 +96,22 @@ class WorkerGroup:
         seed: int = 0,
         start_timeout_s: float = 180.0,
         collective_timeout_s: float = 60.0,
+        py_executable: str | None = None,
         while_waiting: Callable[[], None] | None = None,
         before_setup: Callable[[], object] | None = None,
     ) -> WorkerGroup:
         """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
-        The class must fit `protocols` (`check_worker_class`). `before_setup` is called when the actors have begun to start
-        and to prepare; it may wait for another group. `while_waiting` is called repeatedly until all are set up, and may
-        raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
-        constructor or `setup` raised, with its rank; DeadlineError after the deadline. Leaves nothing running if it raises.
+        The class must fit `protocols` (`check_worker_class`). `py_executable`: what Ray runs instead of Python (a key of its
+        `runtime_env`). `before_setup` is called when the actors have begun to start and to prepare; it may wait for another
+        group. `while_waiting` is called repeatedly until all are set up, and may raise to give up. Raises ConfigError for a
+        class that does not fit, before anything starts; what a worker's constructor or `setup` raised, with its rank;
+        DeadlineError after the deadline. Leaves nothing running if it raises.
         """
         check_worker_class(worker_class, protocols)
-        starter = ActorStarter(worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s)
+        starter = ActorStarter(
+            worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s, py_executable
+        )
         actors = [starter.start(rank) for rank in range(layout.world_size)]
         deadline = Deadline(start_timeout_s, "timeouts.start_s")
         try:

@@ -48,7 +48,6 @@ MEASURED = (TIMING, IDLE, "perf/", "time", "replay_overhead_s")  # prefixes of w
 
 # Experts of a model that has them, as means over its layers
 LOAD_BALANCING_LOSS = "moe/load_balancing_loss"  # without its coefficient; 1 if balanced; only if it is on
-Z_LOSS = "moe/z_loss"  # likewise
 ROUTER_ENTROPY = "moe/router_entropy"  # nats, of the router's probabilities, per token
 BUSIEST_EXPERT = "moe/max_load"  # tokens of the busiest expert in the step over the mean of all experts
 BUSIEST_EXPERT_OF_WORST_LAYER = "moe/max_load_of_worst_layer"  # the largest of the layers

@@ -20,7 +20,7 @@ from dagrl.data.tokenization import Prompt, encode_prompts
 from dagrl.errors import RunError
 from dagrl.rl.environments import EnvironmentRunner, Question, Reply
 from dagrl.run.model import character_tokenizer
-from tests.unit.rl.test_openenv import GenericEnvClient
+from tests.unit.rl.test_environment import GenericEnvClient
 
 pytest.importorskip("openenv")
 

@@ -69,7 +69,6 @@ def begin_again(session: Session) -> int:
     """Take up the weights after SFT; how many metrics there are by now."""
     session.train.call("load_checkpoint", str(Path(session.config.output_dir) / "sft"))
     session.checkpoints.state = TrainState(SFT_STEPS)
-    session.checkpoints.parts.clear()
     return len(read_metrics(session.recorder.paths.metrics))
 
 

@@ -144,7 +144,7 @@ def test_replays_count_tokens_of_experts(name: str, models: dict[str, Path]) -> 
     """Metrics of the load, and the biases that follow it, over batches of 8 and of 7 rows that share recordings."""
     found: dict[bool, list[Any]] = {}
     for graphs in (False, True):
-        megatron = {"cuda_graphs": graphs, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-2}
+        megatron = {"cuda_graphs": graphs, "moe_aux_loss_coeff": 1e-2}
         megatron |= {"moe_router_bias_update_rate": 1e-2} if name == "glm4_moe" else {}
         config = reference.make_config(models[name], precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED)
         found[graphs] = []

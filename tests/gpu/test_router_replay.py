@@ -1,4 +1,4 @@
-"""Experts on GPUs: router losses, choices that vLLM records under CUDA graphs, and both engines with the same experts."""
+"""Experts on GPUs: the router's loss, choices that vLLM records under CUDA graphs, both engines with equal experts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.integration.megatron_worker import TestedWorker, gradients_alone
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED
 from tests.integration.test_megatron_routing import (
     BALANCE,
+    BALANCED,
     Routers,
-    Z,
     assert_close,
     figures_of,
     load_model,
-    losses_of,
+    loss_of,
     recorded_batch,
 )
 from tests.integration.test_router_replay_run import MODEL, runs_without_and_with_replay
@@ -36,21 +36,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, CHOSEN = 16, 4
 
 
-def test_losses_and_gradients_of_routers_match_the_papers(tmp_path: Path) -> None:
+def test_loss_and_gradients_of_routers_match_the_papers(tmp_path: Path) -> None:
     batch, directory = reference.make_batch(), reference.make_model("qwen3_moe", tmp_path)
     model = load_model(directory)
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
-    balance, z_loss = losses_of(routers, "aux_loss", batch, 1)
-    torch.autograd.backward(likelihood + BALANCE * balance + Z * z_loss)
-    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
-    keys = {"megatron_cfg": {"activation_checkpointing": True, **losses}}
+    balance = loss_of(routers, batch, 1)
+    torch.autograd.backward(likelihood + BALANCE * balance)
+    keys = {"megatron_cfg": {"activation_checkpointing": True, **BALANCED}}
     config = reference.make_config(directory, precision="float32", optimizer=UNCLIPPED, **keys)
     with single_worker(config, TestedWorker) as worker:
         with gradients_alone():
             step = merge_step_metrics([worker.train_step(batch, "likelihood")]).flat()
         gradients = reference.assemble([worker.gradients()])
-    assert step["moe/z_loss"] == pytest.approx(z_loss.item() / len(routers.logits), rel=1e-4)
+    assert step["moe/load_balancing_loss"] == pytest.approx(balance.item() / len(routers.logits), rel=1e-4)
     expected = figures_of(routers)
     assert {name: step[f"moe/{name}"] for name in expected} == pytest.approx(expected, rel=1e-3)
     assert_close(gradients, reference._checkpoint_names(model), 2e-3)

@@ -1,26 +1,23 @@
-"""Transformer Engine's attention and FP8 products, against plain math and the formats' definition; whole steps."""
+"""Transformer Engine's attention, against plain math; whole steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dagrl.config import Fp8Config
-from dagrl.config.kernel_checks import HOPPER, engine_version
+from dagrl.config.kernel_checks import engine_version
 from dagrl.workers.megatron import cpu
-from tests.gpu.test_float8 import multiplied, rounded_products
 from tests.gpu.test_megatron_packing import SEQUENCES, error, plain_attention
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_packing import group_batch
 from tests.single_worker import single_worker
-from tests.unit.workers.test_float8 import FORMATS, in_float8, one_rank
 from tests.unit.workers.test_megatron_experts import relative
 
 pytest.importorskip("megatron.core")
@@ -30,10 +27,6 @@ pytestmark = [
         not torch.cuda.is_available() or engine_version() is None, reason="needs a GPU, and transformer_engine[pytorch]"
     ),
 ]
-assert one_rank  # a fixture
-
-Recipe = Literal["tensorwise", "blockwise"]
-Form = Literal["e4m3", "hybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -97,43 +90,6 @@ def test_a_recording_takes_other_lengths(engine: Any) -> None:
     torch.cuda.synchronize()
     for one, value in zip(found, expected, strict=True):
         assert relative(one, value) < 1e-2
-
-
-def in_blocks(matrix: Tensor, form: str, rows: int, columns: int) -> Tensor:
-    """Returns `matrix` with values that the format can hold over a power of two for each block, the largest that fits."""
-    mantissa, least, largest = FORMATS[form]
-    height, width = matrix.shape
-    whole = torch.nn.functional.pad(matrix.double(), (0, -width % columns, 0, -height % rows))
-    blocks = whole.reshape(-1, rows, whole.shape[1] // columns, columns)
-    peak = blocks.abs().amax((1, 3), keepdim=True)
-    scale = torch.exp2(torch.floor(torch.log2(largest / peak.where(peak > 0, torch.ones_like(peak)))))
-    values = blocks * scale
-    _, exponent = torch.frexp(values)
-    step = torch.exp2((exponent - 1).clamp(min=least).double() - mantissa)
-    found = torch.round(values / step) * step / scale
-    return found.flatten(2, 3).flatten(0, 1)[:height, :width]
-
-
-def products_in_blocks(inputs: Tensor, weight: Tensor, upper: Tensor, fp8: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the output and the gradients of inputs and weight, of matrices rounded in blocks along each sum."""
-    form, held = "e5m2" if fp8 == "hybrid" else "e4m3", in_blocks(weight, "e4m3", 128, 128)
-    by_row = in_blocks(inputs, "e4m3", 1, 128), in_blocks(upper, form, 1, 128)
-    by_column = in_blocks(inputs, "e4m3", 128, 1), in_blocks(upper, form, 128, 1)
-    return by_row[0] @ held.t(), by_row[1] @ held, by_column[1].t() @ by_column[0]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-@pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
-@pytest.mark.parametrize("tokens", [1, 44, 512])
-def test_layers_multiply_rounded_matrices(engine: Any, one_rank: None, recipe: Recipe, fp8: Form, tokens: int) -> None:
-    if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != HOPPER:
-        pytest.skip("needs a GPU of compute capability 9.0")
-    torch.manual_seed(3)
-    settings = Fp8Config(enabled=True, fp8=fp8, fp8_recipe=recipe)
-    given, products = multiplied(in_float8("column", (256, 384), settings, engine.EngineProducts(settings)), tokens)
-    expected = (products_in_blocks if recipe == "blockwise" else rounded_products)(*given, fp8)
-    for found, value in zip(products, expected, strict=True):
-        assert relative(found, value) < 5e-3
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared-prefixes"])

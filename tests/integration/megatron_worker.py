@@ -73,24 +73,6 @@ class TestedWorker(MegatronWorker):
             self.train_step(batch, "likelihood")
         return shapes
 
-    def without_rounding(self) -> None:
-        """Makes FP8 layers multiply matrices as they are, until this worker shuts down."""
-        from dagrl.workers.megatron import float8
-
-        own = float8.quantize, float8.product, self.shutdown
-
-        def keep(matrix: Any, *_: Any, scale: Any = None, **__: Any) -> float8.Quantized:
-            return float8.Quantized(matrix, matrix.t(), matrix.new_ones(()))
-
-        def multiply(left: Any, right: Any, *_: Any, **__: Any) -> Any:
-            return left @ right.t()
-
-        def shutdown() -> None:
-            float8.quantize, float8.product = own[:2]
-            own[2]()
-
-        float8.quantize, float8.product, self.shutdown = keep, multiply, shutdown  # type: ignore[assignment, method-assign]
-
     def trained_elements(self) -> tuple[int, int]:
         """Returns the elements that have gradients, and those of Adam's first moments."""
         trainer = self.trainer

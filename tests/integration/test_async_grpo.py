@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from dagrl.config import Config
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.checkpoint_store import read_state
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
@@ -216,11 +217,8 @@ def stop_after(steps: int) -> Iterator[None]:
         yield
 
 
-def saved_groups(config: Config) -> dict[int, list[list[int]]]:
-    """Returns the tokens of the sequences in the newest checkpoint, by group."""
-    from dagrl.rl.rollout.trajectory_file import read_trajectories
-
+def untrained_groups(config: Config) -> list[int]:
+    """Returns the numbers of the groups that a run resumed from the newest checkpoint generates again."""
     directory = sorted((Path(config.output_dir) / config.name / "checkpoints").iterdir())[-1]
-    saved = read_trajectories(directory)
-    assert saved is not None
-    return {group.group.number: [episode.tokens.tolist() for episode in group.group.episodes] for group in saved.groups}
+    saved = cast("list[tuple[int, int]]", read_state(directory).counters["grpo_untrained"])
+    return [number for number, _ in saved]

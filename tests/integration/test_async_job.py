@@ -25,7 +25,7 @@ from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
 from dagrl.run.replays import Replays
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
-from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
+from tests.integration.test_async_grpo import numbers_of, one_cluster, stop_after, untrained_groups
 from tests.integration.vllm_models import chosen, hf_logprobs
 
 ROOT = Path(__file__).parents[2]
@@ -123,9 +123,8 @@ def test_stopped_half_way_and_resumed(
     with stop_after(steps=1), pytest.raises(StopRequestedError):
         train(config)
     before = len(steps_of(config))
-    under_way = saved_groups(config)
+    under_way = untrained_groups(config)
     assert 1 <= before < STEPS and under_way
-    assert any(any(tokens for tokens in rows) for rows in under_way.values())
 
     seen = len(trained)
     train(configuration(tmp_path, case, "checkpointing.resume=true"))

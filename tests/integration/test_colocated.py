@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError, StopRequestedError
-from dagrl.rl.rollout.experience import Experience
-from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.errors import ConfigError
 from dagrl.run.preflight import preflight
 from dagrl.run.train import train
 from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
@@ -87,28 +84,6 @@ def test_order_of_a_step(run: Callable[[str], Config]) -> None:
     assert len(places) >= 5, order
     levels = [parts for role, what, parts, _ in exchanges(run("together")) if what == "sleep"]
     assert ["2"] in levels and ["1"] in levels, "kept for a checkpoint, dropped before a step"
-
-
-@pytest.mark.slow
-def test_a_stop_saves_the_tokens_of_running_requests(tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_cluster.__wrapped__(cluster, monkeypatch)
-    work, requested = Experience.work, list[Experience]()
-
-    def stopping(experience: Experience) -> None:
-        work(experience)
-        if experience.buffer.version == 1 and not requested:
-            requested.append(experience)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Experience, "work", stopping)
-    config = configuration(tmp_path, "stopped", policy=COLOCATED)
-    with pytest.raises(StopRequestedError):
-        train(config)
-    [checkpoint] = (tmp_path / "stopped" / "checkpoints").glob("step*")
-    saved = read_trajectories(checkpoint)
-    assert saved is not None
-    episodes = [episode for group in saved.groups for episode in group.group.episodes]
-    assert any(len(episode.tokens) and not episode.finish_reason for episode in episodes), "half-made sequences"
 
 
 def test_asynchronous_training_is_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_fsdp_layouts import CP, DP, EP, TP, Case
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
-from tests.integration.test_megatron_routing import BALANCE, Routers, load_model, losses_of, recorded_batch
+from tests.integration.test_megatron_routing import BALANCE, Routers, load_model, loss_of, recorded_batch
 
 FULL = {"activation_checkpointing": "full"}
 REPLAYS = [
@@ -63,7 +63,7 @@ def test_the_load_balancing_loss_is_that_of_switch(
     batch, model = reference.make_batch(), load_model(tiny_model("qwen3_moe"))
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
-    balance, _ = losses_of(routers, "aux_loss", batch, 2)
+    balance = loss_of(routers, batch, 2)
     (likelihood + BALANCE * balance).backward()
     case = Case("qwen3_moe", {DP: 2}, {"moe_aux_loss_coeff": BALANCE, **fsdp})
     config = case.config(tiny_model("qwen3_moe"), optimizer=UNCLIPPED)

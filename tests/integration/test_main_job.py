@@ -24,7 +24,6 @@ from tests.integration.main_job import (
     LEARNING,
     ROOT,
     SECRETS,
-    SFT,
     SFT_STEPS,
     SMALL,
     STEPS,
@@ -271,33 +270,3 @@ def test_both_executors_give_the_same_losses_and_tokens(tmp_path: Path) -> None:
 def losses(run: Run) -> list[float]:
     """Returns the validation losses in step order."""
     return [line["validation/loss"] for line in run.metrics if "validation/loss" in line]
-
-
-@pytest.mark.slow
-def test_sft_learns_from_chat_messages(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(200)))
-    run = train(SFT, tmp_path, "chat", f"data.path={path}", "sft.max_num_steps=30", "sft.val_period=10")
-    found = losses(run)
-    assert len(found) == 4 and found == sorted(found, reverse=True)
-    assert found[-1] < 0.5 * found[0]
-
-
-def conversation(number: int) -> list[Metrics]:
-    """Returns a question whose answer is its own last word."""
-    word = f"w{number * 37 % 100}"
-    return [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_at_another_layout(tmp_path: Path) -> None:
-    """From data parallel to tensor parallel in the middle: losses equal those of a run without the change."""
-    layout = "policy.megatron_cfg.{}_size={}"
-    short = ("sft.max_num_steps=6", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.save_period=3")
-    whole = train(SFT, tmp_path, "whole", *short, layout.format("data_parallel", 2))
-    copy_run(whole.directory, tmp_path / "resumed", 3)
-    other = (layout.format("data_parallel", 1), layout.format("tensor_model_parallel", 2), "checkpointing.resume=true")
-    resumed = train(SFT, tmp_path, "resumed", *short, *other)
-    losses, found = ({line["step"]: line["loss"] for line in run.metrics if "loss" in line} for run in (whole, resumed))
-    assert list(losses) == [*range(1, 7)] and losses.keys() == found.keys()
-    assert found == pytest.approx(losses, abs=1e-5) and found != losses

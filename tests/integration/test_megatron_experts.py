@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.runtime.shapes import Bucket, empty_batch
-from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
@@ -68,34 +66,6 @@ def test_steps_equal_those_of_sequential_experts(
         np.testing.assert_allclose(found[key], gradient, rtol=1e-4, atol=1e-6, err_msg=key)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert norm == pytest.approx(expected_norm, rel=1e-6)
-
-
-def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch of equal tokens uses only as many experts as one token."""
-    from dagrl.graphs.phases import demonstration_step
-    from dagrl.workers.megatron.experts import GroupedExperts
-
-    used: list[list[int]] = []
-    forward = GroupedExperts.forward
-
-    def counted(self: Any, hidden: Any, tokens_per_expert: Any, probs: Any) -> Any:
-        used.append(tokens_per_expert.tolist())
-        return forward(self, hidden, tokens_per_expert, probs)
-
-    monkeypatch.setattr(GroupedExperts, "forward", counted)
-    assert demonstration_step.inputs is not None
-    scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
-    experts = {}
-    with single_worker(reference.make_config(tiny_models["qwen3_moe"]), TestedWorker) as made:
-        for token_ids in (None, 64):
-            used.clear()
-            with replay_context(ReplayContext("demonstration_step", 0, True)):
-                made.train_step(empty_batch(demonstration_step.inputs, Bucket(8, 32), scalars, token_ids), "likelihood")
-            experts[token_ids] = [np.count_nonzero(counts) for counts in used]
-    assert set(experts[None]) == {2}, "each token goes to two experts"
-    assert min(experts[64]) > 2
 
 
 def test_a_worker_keeps_no_memory_after_shutdown(tiny_models: dict[str, Path]) -> None:

@@ -53,8 +53,7 @@ def case(
 ) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
     megatron |= {"activation_checkpointing": True, **recompute} if recompute is not None else {}
-    ddp = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap and sharded}
-    megatron |= {"distributed_data_parallel_config": ddp} if overlap else {}
+    megatron |= {"distributed_data_parallel_config": {"overlap_grad_reduce": True}} if overlap else {}
     policy = PACKED if packed else {}
     return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, sharded, policy)
 
@@ -193,6 +192,21 @@ def test_three_steps_match_plain_torch(item: Case, megatron_pool: MegatronPool, 
     np.testing.assert_allclose(found.losses, expected.losses, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
     assert expected.losses[-1] < expected.losses[0] - 0.01
+
+
+IN_BFLOAT16 = [
+    case("qwen3", "single"),
+    case("qwen3", "dp2-sharded", sharded=True, dp=2),
+    case("qwen3_tied", "tp2", tp=2),
+    case("qwen3_moe", "dp2ep2", dp=2, ep=2),
+]
+
+
+@pytest.mark.parametrize("item", IN_BFLOAT16, ids=lambda item: item.name)
+def test_bfloat16_is_close_to_float32(item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """By bounds that a model without attention violates."""
+    found = run_case(megatron_pool, item, tiny_models[item.model], precision="bfloat16")
+    assert not reference.beyond_bfloat16(found, plain_torch(tiny_models[item.model]))
 
 
 @pytest.mark.parametrize(("recompute", "twice"), [({}, 4), (None, 0)], ids=["all", "none"])

@@ -1,4 +1,4 @@
-"""Router losses, load and replayed experts, against the papers' formulas on a Hugging Face model in one process."""
+"""Router loss, load and replayed experts, against the papers' formulas on a Hugging Face model in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
 
-BALANCE, Z = 0.5, 0.1  # large: a wrong share would show in every gradient
+BALANCE = 0.5  # large: a wrong share would show in every gradient
+BALANCED = {"moe_aux_loss_coeff": BALANCE}
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,19 @@ class Case:
     """A model in a layout. `megatron` and `policy` are further keys of these sections."""
 
     model: str
-    kind: str
     layout: ParallelLayout
     megatron: Mapping[str, Any] = field(default_factory=dict)
     policy: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "microbatches-dp2pp2": Case("qwen3_moe_mixed", "aux_loss", ParallelLayout(dp=2, pp=2, ep=2)),
-    "microbatches-dp2cp2-recomputed": Case(
-        "qwen3_moe", "aux_loss", ParallelLayout(dp=2, cp=2), {"activation_checkpointing": True}
-    ),
-    "batches-dp2tp2": Case("qwen3_moe", "global_aux_loss", ParallelLayout(dp=2, tp=2)),
-    "sigmoids-dp2pp2": Case("glm4_moe", "aux_loss", ParallelLayout(dp=2, pp=2, ep=2)),
-    "unbalanced-tp2ep2-packed": Case("qwen3_moe", "none", ParallelLayout(tp=2, ep=2, etp=1), policy=PACKED),
+    "dp2pp2": Case("qwen3_moe_mixed", ParallelLayout(dp=2, pp=2, ep=2), BALANCED),
+    "dp2cp2-recomputed": Case("qwen3_moe", ParallelLayout(dp=2, cp=2), {"activation_checkpointing": True, **BALANCED}),
+    "dp2tp2": Case("qwen3_moe", ParallelLayout(dp=2, tp=2), BALANCED),
+    "sigmoids-dp2pp2": Case("glm4_moe", ParallelLayout(dp=2, pp=2, ep=2), BALANCED),
+    "unbalanced-tp2ep2-packed": Case("qwen3_moe", ParallelLayout(tp=2, ep=2, etp=1), policy=PACKED),
 }
-SLOW = ("microbatches-dp2cp2-recomputed", "sigmoids-dp2pp2", "single")
+SLOW = ("dp2cp2-recomputed", "sigmoids-dp2pp2", "single")
 """Cases whose parts others in CI have too."""
 
 
@@ -91,34 +89,20 @@ def share_of(chosen: Sequence[Tensor], experts: int) -> Tensor:
     return torch.bincount(torch.cat([part.flatten() for part in chosen]), minlength=experts) / sum(map(Tensor.numel, chosen))
 
 
-def groups_of(kind: str, batch: Batch, dp: int) -> list[tuple[list[int], list[int]]]:
-    """Returns the rows whose probabilities belong together, and the rows over which their f_i are taken.
+def loss_of(routers: Routers, batch: Batch, dp: int) -> Tensor:
+    """Returns the load-balancing loss, the sum over layers: E sum_i f_i P_i, weighted by the tokens of microbatches.
 
-    The tests' microbatches are of two rows. Those of global balancing see the step's earlier ones, too.
+    The tests' microbatches are of two rows of a shard.
     """
     shards = [rows.tolist() for rows in split_rows(batch["lengths"], dp)]
-    parts = [[rows[start : start + 2] for start in range(0, len(rows), 2)] for rows in shards]
-    if kind == "aux_loss":
-        return [(rows, rows) for shard in parts for rows in shard]
-    groups = []
-    for number in range(len(parts[0])):
-        seen = [row for shard in parts for rows in shard[: number + 1] for row in rows]
-        groups += [(shard[number], seen) for shard in parts]
-    return groups
-
-
-def losses_of(routers: Routers, kind: str, batch: Batch, dp: int) -> tuple[Tensor, Tensor]:
-    """Returns load-balancing and z loss, each the sum over layers: E sum_i f_i P_i, token-weighted, and mean logsumexp^2."""
-    total = sum(routers.lengths)
-    balance, z_loss = torch.zeros(()), torch.zeros(())
+    balance, total = torch.zeros(()), sum(routers.lengths)
     for logits in routers.logits.values():
-        for rows, seen in groups_of(kind, batch, dp):
-            best = [logits[row].topk(routers.top_k, -1).indices for row in seen]  # also where a bias chooses others
+        for rows in [shard[start : start + 2] for shard in shards for start in range(0, len(shard), 2)]:
+            best = [logits[row].topk(routers.top_k, -1).indices for row in rows]  # also where a bias chooses others
             shares = share_of(best, logits[0].shape[1])
             probabilities = torch.cat([routers.probabilities(logits[row]) for row in rows])
             balance = balance + len(shares) * (shares * probabilities.mean(0)).sum() * len(probabilities) / total
-        z_loss = z_loss + torch.cat(logits).logsumexp(-1).square().mean()
-    return balance, z_loss
+    return balance
 
 
 def figures_of(routers: Routers) -> dict[str, float]:
@@ -147,24 +131,22 @@ def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], toleranc
 
 
 @each(CASES)
-def test_losses_gradients_and_metrics_match_the_papers(
+def test_loss_gradients_and_metrics_match_the_papers(
     name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     case, batch = CASES[name], reference.make_batch()
     model = load_model(tiny_models[case.model])
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
-    balance, z_loss = losses_of(routers, case.kind, batch, case.layout.dp)
-    weight = 0.0 if case.kind == "none" else BALANCE
-    (likelihood + weight * balance + Z * z_loss).backward()
-    settings = {"moe_router_load_balancing_type": case.kind, "moe_aux_loss_coeff": weight, "moe_z_loss_coeff": Z}
-    keys = {**case.policy, "megatron_cfg": {**case.megatron, **settings}}
+    balance, weight = loss_of(routers, batch, case.layout.dp), case.megatron.get("moe_aux_loss_coeff", 0.0)
+    (likelihood + weight * balance).backward()
+    keys = {**case.policy, "megatron_cfg": case.megatron}
     config = reference.make_config(tiny_models[case.model], optimizer=UNCLIPPED, **keys)
     with megatron_pool.group(case.layout, config) as group:
         step = train(group, batch, warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients"))
     layers = len(routers.logits)
-    expected = {"z_loss": z_loss.item() / layers, **figures_of(routers)}
+    expected = figures_of(routers)
     expected |= {"load_balancing_loss": balance.item() / layers} if weight else {}
     assert step["loss"] == pytest.approx(likelihood.item(), abs=1e-5)
     assert {key: step[f"moe/{key}"] for key in expected} == pytest.approx(expected, rel=1e-5)

@@ -17,7 +17,7 @@ from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, train
-from tests.unit.rl import test_token_losses as formulas
+from tests.unit.rl import test_losses as formulas
 
 LAYOUTS = {
     "tp2-packed": (ParallelLayout(tp=2), PACKED),

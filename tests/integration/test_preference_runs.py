@@ -40,18 +40,6 @@ def configuration(tmp_path: Path, algorithm: str, *overrides: str) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["data_parallel_size=2", "tensor_model_parallel_size=2"])
-def test_a_policy_learns_preferences(layout: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
-    replicas = ("policy.megatron_cfg.data_parallel_size=1",)
-    config = configuration(tmp_path, "dpo", *replicas, f"policy.megatron_cfg.{layout}")
-    train(config)
-    steps = steps_of(config)
-    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and steps[-1]["loss"] < 0.4, steps
-    assert steps[-1]["validation/preference/accuracy"] > 0.9
-
-
-@pytest.mark.slow
 def test_a_reward_model_learns_preferences(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

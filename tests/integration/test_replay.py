@@ -16,7 +16,6 @@ import torch
 from dagrl.errors import ConfigError, DeadlineError, PhaseError, WorkerError
 from dagrl.run.local_cluster import cluster_processes
 from dagrl.runtime.actors import Resources
-from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
@@ -78,7 +77,6 @@ def large(train: Shard, size):
     return train.map("large", size)
 
 
-ALL = (double, count_tokens, ranks, chain, both, slow, slow_generation, misbehave, large)
 OPTIONS = {"max_in_flight": 2, "result_bytes": 1 << 16, "replay_s": 30.0, "teardown_s": 5.0}
 
 
@@ -185,20 +183,6 @@ def test_tensors_of_newer_dtypes_come_as_they_are(scheduler: Scheduler) -> None:
     assert all(torch.equal(one.view(torch.uint8), sent) for one in found)
 
 
-def test_slow_shards_finish_after_another_raised_and_the_graph_lives_on(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer than a worker has to say what it knows of a failure by which a graph is lost anyway."""
-    monkeypatch.setattr("dagrl.runtime.failures.GRACE_S", 0.5)
-    train = scheduler.groups["train"]
-    before = train.call("was_aborted")
-    with pytest.raises(PhaseError, match="told to raise") as caught:
-        scheduler.replay(misbehave, {"rank": 3, "kind": "raise", "seconds": 1.0}).result()
-    assert len(caught.value.failures) == 1 and not caught.value.breaks
-    assert train.call("was_aborted") == [*before[:3], True]
-    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
-
-
 def test_replays_of_one_group_keep_their_order_and_those_of_two_overlap(scheduler: Scheduler) -> None:
     first = scheduler.replay(slow, 0.3)
     other = scheduler.replay(slow_generation, 0.3)
@@ -250,21 +234,6 @@ def test_many_phases_live_on_the_same_workers(scheduler: Scheduler) -> None:
         for replay, result in reversed(started):
             assert result is None or replay.result() == result
             replay.result()
-
-
-@pytest.mark.parametrize(("settling_s", "replays"), [(0.0, 2), (600.0, 5)])
-def test_a_warm_up_repeats_replays_within_its_time(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, settling_s: float, replays: int
-) -> None:
-    monkeypatch.setattr("dagrl.runtime.schedule.SETTLING_S", settling_s)
-    monkeypatch.setattr("dagrl.runtime.schedule.SETTLING_REPLAYS", 5)
-    train = scheduler.groups["train"]
-    train.call_function(drain_runs, "train")
-    scheduler.warmup()
-    for runs in train.call_function(drain_runs, "train"):
-        assert all(run.warmup for run in runs)
-        of_phase = [run for run in runs if run.phase == "double" and run.label.endswith(".double")]
-        assert len(of_phase) == 2 * replays, "two buckets"
 
 
 def test_runs_that_miss_a_deadline_come_with_the_next_call(scheduler: Scheduler) -> None:

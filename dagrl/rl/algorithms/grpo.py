@@ -40,11 +40,6 @@ class Grpo(Algorithm):
         return columns
 
     @property
-    def penalty(self) -> float:
-        """The weight of the KL to the reference policy in the loss."""
-        return self.config.loss_fn.reference_policy_kl_penalty
-
-    @property
     def average(self) -> Literal["tokens", "sequences", "sums"]:
         """Over tokens (DAPO), over sequences (DeepSeekMath), or of sums with a constant divisor (Dr.GRPO)."""
         loss = self.config.loss_fn
@@ -67,9 +62,9 @@ class Grpo(Algorithm):
             costs = costs * corrected
         divisor = config.sequence_length_divisor if self.average == "sums" else None
         terms = {"policy_loss": costs}
-        if self.penalty:
+        if config.reference_policy_kl_penalty:
             terms[KL] = kl_penalty(batch)
-            costs = costs + self.penalty * terms[KL]
+            costs = costs + config.reference_policy_kl_penalty * terms[KL]
         if divisor is not None:
             costs, terms = costs / divisor, {name: value / divisor for name, value in terms.items()}
         return costs, {**means, **ratios, **terms}

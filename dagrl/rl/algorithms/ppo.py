@@ -26,11 +26,6 @@ class Ppo(Grpo):
 
     critic = True
 
-    @property
-    def penalty(self) -> float:
-        """The weight of the KL in the loss: 0 if it is in the reward."""
-        return 0.0 if self.config.ppo.kl_in_reward else super().penalty
-
     def advantages(self, rewards: Floats, valid: npt.NDArray[np.bool_]) -> npt.ArrayLike:
         """Returns the rewards: the critic is the baseline."""
         return rewards

@@ -10,10 +10,7 @@ Either may be a coroutine function. A row that the function cannot answer costs 
 - If the first process cannot import the function, the call raises RunError, because the function may be broken. If a
   replacement of a lost process cannot, the rows that waited for it fail.
 
-Every call ends within four times `timeout_s` plus the start of one process. Each row of a failed batch is retried once,
-under `timeout_s` or an equal share of the time left in the call, whichever is less. Hanging rows cannot take time from the
-others, and fast rows leave theirs to the rest. Rows that the time does not reach fail. A plain function of single rows has
-`timeout_s` for each row and no limit for the call.
+A batch has `timeout_s`, and so has each of its rows when it is retried.
 
 `runner` has the interface, `process` is the parent's side of a child process, and `child` is its program.
 """

@@ -1,8 +1,7 @@
 """Environments of episodes in a child process, many at once.
 
 An episode's state lives in the process. A request has the texts of all turns so far, none before the first turn. A process
-that does not know the episode, because an earlier one was lost or the run was resumed, makes it again and steps through
-them.
+that does not know the episode, because an earlier one was lost, makes it again and steps through them.
 """
 
 from __future__ import annotations

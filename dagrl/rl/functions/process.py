@@ -121,17 +121,16 @@ class FunctionProcess:
         except LostError:  # the next request tries again
             pass
 
-    async def ask(self, columns: Sequence[Sequence[Any]], limit: Deadline | None = None) -> Answers | str:
+    async def ask(self, columns: Sequence[Sequence[Any]]) -> Answers | str:
         """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
 
-        `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
+        Raises RunError if the function was never imported in time.
         """
-        seconds = self._seconds(len(columns[0])) if limit is None else limit.seconds
         try:
-            answers: Answers | str = await self.request([list(column) for column in columns], seconds)
+            answers: Answers | str = await self.request([*map(list, columns)], self._seconds(len(columns[0])))
             return answers
         except TimeoutError as error:
-            return (limit or self._deadline).missed + str(error)
+            return self._deadline.missed + str(error)
         except LostError as error:
             return str(error)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
@@ -21,12 +20,6 @@ from dagrl.rl.functions.process import Arguments, FunctionProcess, LoopThread
 from dagrl.runtime.deadline import MISSED, Deadline
 
 logger = logging.getLogger(__name__)
-
-CALL_TIMEOUTS = 4
-"""Deadline of a whole call, as a multiple of `timeout_s`."""
-
-MIN_SHARE = 0.1
-"""Least time of a retried row, as a fraction of `timeout_s`."""
 
 MOST_PROCESSES = 4
 """Processes of a slow plain function of single rows, if `num_workers` does not say."""
@@ -76,7 +69,6 @@ class FunctionRunner:
         self._retries = retries
         self._row_by_row = not batched and arguments != "episodes" and not is_coroutine(self.function)
         self._deadline = Deadline(config.timeout_s, f"{section}.timeout_s")
-        self._whole = None if self._row_by_row else self._deadline.times(CALL_TIMEOUTS)
         start = Deadline(config.start_timeout_s, f"{section}.start_timeout_s")
         started = config.num_workers or 1
         most = MOST_PROCESSES if self._row_by_row and config.num_workers is None else started
@@ -108,25 +100,25 @@ class FunctionRunner:
     async def _answers(self, columns: Sequence[Sequence[Any]]) -> Answers:
         if self._row_by_row:
             await self._processes[0].start()  # so that rows are slow by themselves
-            return list(await asyncio.gather(*[self._alone(row) for row in zip(*columns, strict=True)]))
+            return await self._one_by_one(columns)
         process = await self._idle.get()
         try:
-            await process.start()
-            assert self._whole is not None
-            until = time.monotonic() + self._whole.seconds
             answers = await self._ask(process, columns)
-            if not isinstance(answers, str):
-                return answers
-            if len(columns[0]) == 1 or not self._retries:  # one would be the same call again, with its side effects
-                return [Failed(answers)] * len(columns[0])
-            alone = await self._one_by_one(process, columns, until)
-            if answers not in self._warned and not any(isinstance(answer, Failed) for answer in alone):
-                self._warned.add(answers)
-                text = "%s fails for a batch but answers each of its rows alone, which takes longer: %s (warned once)"
-                logger.warning(text, self._key, answers)
-            return alone
         finally:
             self._idle.put_nowait(process)
+        if not isinstance(answers, str):
+            return answers
+        if len(columns[0]) == 1 or not self._retries:  # one would be the same call again, with its side effects
+            return [Failed(answers)] * len(columns[0])
+        alone = await self._one_by_one(columns)
+        if answers not in self._warned and not any(isinstance(answer, Failed) for answer in alone):
+            self._warned.add(answers)
+            text = "%s fails for a batch but answers each of its rows alone, which takes longer: %s (warned once)"
+            logger.warning(text, self._key, answers)
+        return alone
+
+    async def _one_by_one(self, columns: Sequence[Sequence[Any]]) -> Answers:
+        return list(await asyncio.gather(*[self._alone(row) for row in zip(*columns, strict=True)]))
 
     async def _alone(self, row: Sequence[Any]) -> Any:
         """Returns the answer to a row, under the deadline, in an idle process, or after a while in a spare one."""
@@ -141,11 +133,9 @@ class FunctionRunner:
         finally:
             self._idle.put_nowait(process)
 
-    async def _ask(
-        self, process: FunctionProcess, columns: Sequence[Sequence[Any]], limit: Deadline | None = None
-    ) -> Answers | str:
+    async def _ask(self, process: FunctionProcess, columns: Sequence[Sequence[Any]]) -> Answers | str:
         """Returns the checked answers, or what went wrong. Warns of missed deadlines as soon as they are missed."""
-        answers = await process.ask(columns, limit)
+        answers = await process.ask(columns)
         messages = [answers] if isinstance(answers, str) else [item.message for item in answers if isinstance(item, Failed)]
         late = [message for message in messages if message.startswith(MISSED)]
         self._asked += 1 if isinstance(answers, str) else len(answers)
@@ -153,32 +143,6 @@ class FunctionRunner:
         if self._late.bit_length() > before.bit_length():  # the first, the second, the fourth, ...
             logger.warning("%s: %d of %d calls so far had %s", self._key, self._late, self._asked, late[-1])
         return answers if isinstance(answers, str) else self._checked(answers, len(columns[0]))
-
-    async def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float) -> Answers:
-        """Returns one answer per row, giving each remaining row an equal share of the time left `until` (`time.monotonic`).
-
-        The share leaves room for process restarts at the rate seen so far, but is at least `MIN_SHARE` of `timeout_s`.
-        """
-        assert self._whole is not None
-        answers: Answers = []
-        rows = list(zip(*columns, strict=True))
-        starts_s = 0.0
-        for index, row in enumerate(rows):
-            began = time.monotonic()
-            if began < until:
-                await process.start()  # if the last row lost it
-            now = time.monotonic()
-            left_s, starts_s = until - now, starts_s + (now - began if index else 0.0)
-            if left_s <= 0:
-                answers.append(Failed(f"not retried alone within {self._whole.key} = {self._whole.seconds:g} s"))
-                continue
-            share_s = max(left_s / (len(rows) - index) - starts_s / max(index, 1), MIN_SHARE * self._deadline.seconds)
-            limit = None
-            if min(share_s, left_s) < self._deadline.seconds:
-                limit = Deadline(round(min(share_s, left_s), 3), f"its share of {self._whole.key}")
-            answer = await self._ask(process, [[value] for value in row], limit)
-            answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
-        return answers
 
     def _checked(self, answers: Answers, rows: int) -> Answers | str:
         if len(answers) != rows:

@@ -61,10 +61,6 @@ class AgentTurns:
         self._warned = self._warned_of_prompt = False
 
     @property
-    def pending(self) -> list[Future[Any]]:
-        return []
-
-    @property
     def awaited(self) -> list[Future[Any]]:
         """Empty if no agent runs."""
         answers = [running.agent.answer for running in self._running.values()]
@@ -111,9 +107,6 @@ class AgentTurns:
                 del self._running[key]
                 self._runner.end(running.agent)
                 running.episode.finish_reason = ABORTED
-
-    def leave(self) -> None:
-        """Does nothing: there are no pending calls."""
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Returns failures, and how much of the episodes is trained on."""

@@ -53,9 +53,6 @@ class GenerationEngines(Protocol):
     def unfinished(self) -> Mapping[int, FinishedRequest]:
         """Returns the tokens made so far by each unfinished request, by id. No quantum may be in flight."""
 
-    def exclude_wait(self) -> None:
-        """Keeps the engines' wait for the driver up to now out of the overhead of the next quantum."""
-
     def replace(self, error: WorkerError) -> set[int] | None:
         """Starts replacing the engines named in `error` and fails the quanta in flight; the survivors are idle on return.
 

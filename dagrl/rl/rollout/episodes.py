@@ -41,11 +41,10 @@ class Episode:
     """A sequence that is being generated: the tokens that follow its prompt. Its arrays are replaced, never written to.
 
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `media` has
-    the ids of its images at the tokens that stand for them (`dagrl.data.media`), as the prompt's own has. `opened` is
-    True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
-    is the environment's error if the finish reason is `environment_failed`. `turn_rewards` has one for each turn that it
-    answered, None for a turn without. A `greedy` sequence takes the likeliest token at each step; `options` are further ones
-    of its request. `experts` is the record of prompt and tokens, which may be shorter than they are.
+    the ids of its images at the tokens that stand for them (`dagrl.data.media`), as the prompt's own has. `failure` is the
+    environment's error if the finish reason is `environment_failed`. `turn_rewards` has one for each turn that it answered,
+    None for a turn without. A `greedy` sequence takes the likeliest token at each step; `options` are further ones of its
+    request. `experts` is the record of prompt and tokens, which may be shorter than they are.
 
     An agent may have several conversations: `more` are those after the first, each with a prompt of its own, `others` those
     that are not trained on, and `untrained` counts sampled tokens that are in the loss of none. `reward_parts` are the
@@ -65,8 +64,6 @@ class Episode:
     finish_reason: str = ""
     turns: int = 0
     turn_start: int = 0
-    opened: bool = False
-    awaiting: bool = False
     failure: str = ""
     greedy: bool = False
     turn_rewards: list[float | None] = field(default_factory=list)

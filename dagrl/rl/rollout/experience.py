@@ -13,19 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 
 from dagrl.config import Config, Json
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Prompt
-from dagrl.errors import RunError, StopRequestedError, WorkerError
+from dagrl.errors import RunError, WorkerError
 from dagrl.rl.functions.answers import Answers, split_done
 from dagrl.rl.pass_at_k import with_interval
 from dagrl.rl.rewards import RewardRunner, join_rewards, rewards_of
@@ -50,13 +48,6 @@ from dagrl.rl.rollout.scoring import (
     with_turn_rewards,
 )
 from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
-from dagrl.rl.rollout.trajectory_file import (
-    SavedGroup,
-    continued_settings,
-    read_trajectories,
-    spans_versions,
-    write_trajectories,
-)
 from dagrl.rl.rollout.turns import Turns
 from dagrl.telemetry.metrics import (
     DROPPED,
@@ -96,7 +87,7 @@ class _Scoring:
 
 
 class Experience:
-    """See the module's docstring. Not thread-safe. Use it as a context manager.
+    """See the module's docstring. Not thread-safe.
 
     `measure` counts the time in which nothing is generated, as a phase of the step.
     """
@@ -129,17 +120,6 @@ class Experience:
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
         self._untrained: list[Untrained] = []  # since they were taken
         self._dropped_before: Counter[str] = Counter()  # by earlier processes of the run, by reason
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # a checkpoint will be saved: collect rewards and answers while their processes still run
-        if error is None or isinstance(error, StopRequestedError):
-            self.rest()
-            wait(self._turns.pending, self._config.environment.timeout_s)
-            self.rest()
-            self._turns.leave()
 
     def fill(self) -> None:
         """Starts the groups that may start now and that the remaining steps need."""
@@ -338,69 +318,32 @@ class Experience:
         }
 
     def state(self) -> dict[str, Json]:
-        """Returns the data position, for the driver's state in a checkpoint."""
+        """Returns the data position, for the driver's state in a checkpoint: also the number and the prompt of each group
+        that is started and not trained on, which a resumed run generates again."""
+        groups = [*self.rollouts.groups, *(item.group for item in self._scoring)]
+        groups += [group.payload.group for group in self.buffer.finished()]
+        untrained: list[Json] = [[group.number, group.key] for group in sorted(groups, key=lambda group: group.number)]
         return {
             "grpo_sampler": self.sampler.state(),
             "grpo_next_group": self.buffer.next_number,
+            "grpo_untrained": untrained,
             "grpo_dropped": dict(self._dropped()),
         }
 
-    def restore(self, counters: Mapping[str, Json], directory: Path) -> None:
-        """Restores the data position and the untrained groups from a checkpoint."""
-        saved = read_trajectories(directory)
-        position = saved.state if saved is not None else counters
-        self.sampler.restore(cast("Mapping[str, Json]", position["grpo_sampler"]))
-        self.buffer.next_number = cast(int, position["grpo_next_group"])
-        self._dropped_before = Counter(cast("Mapping[str, int]", position["grpo_dropped"]))
-        if saved is not None and saved.groups:
-            settings = continued_settings(self._config)
-            if saved.settings != settings:
-                message = "the checkpoint's unfinished groups are generated again: it was saved with %s, this run has %s"
-                logger.warning(message, saved.settings, settings)
-            for group in saved.groups:
-                self._restart(group, continues=saved.settings == settings)
-        self.rest()  # groups that ended when they were started, because this run has no environment
+    def restore(self, counters: Mapping[str, Json]) -> None:
+        """Restores the data position of a checkpoint, and starts its untrained groups again."""
+        self.sampler.restore(cast("Mapping[str, Json]", counters["grpo_sampler"]))
+        self.buffer.next_number = cast(int, counters["grpo_next_group"])
+        self._dropped_before = Counter(cast("Mapping[str, int]", counters["grpo_dropped"]))
+        for number, key in cast("list[tuple[int, int]]", counters["grpo_untrained"]):
+            self.buffer.restart(number)
+            self.rollouts.start(self._new_group(number, key))
         self.advance(self.buffer.version)
-
-    def save(self, directory: Path) -> None:
-        """Writes the untrained groups; those of agents without their tokens, as they start again."""
-        self._engines.exclude_wait()
-        self.rest()
-        groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
-        groups += self.rollouts.snapshot()
-        started = self.buffer.generating() | {group.number: group.version for group in self.buffer.untrained()}
-        write_trajectories(
-            directory,
-            [
-                SavedGroup(group, started[group.number], self._turns.can_wait)
-                for group in sorted(groups, key=lambda group: group.number)
-            ],
-            self.state(),
-            continued_settings(self._config),
-        )
 
     def _new_group(self, number: int, key: int) -> RolloutGroup:
         config = self._config
         seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
         return new_group(config, number, key, self._prompts.train[key], seeds, cohort=self.buffer.version)
-
-    def _restart(self, saved: SavedGroup, *, continues: bool) -> None:
-        """Restarts a saved group: from its tokens if it `continues`, or from its prompt with the current policy."""
-        number, group, version = saved.group.number, saved.group, self.buffer.version
-        whole = continues and saved.whole and self._turns.can_wait and not spans_versions(self._config, version, group)
-        self.buffer.restart(number, saved.version if whole else version)
-        if not whole:
-            self.rollouts.start(self._new_group(number, group.key))
-            return
-        prompt = self._prompts.train[group.key]
-        for episode in group.episodes:
-            own = episode.prompt
-            given = replace(prompt, text=own.text, tokens=own.tokens, messages=own.messages, media=own.media)
-            episode.prompt = given if len(own) else prompt
-        if group.complete:
-            self._score([group])
-        else:
-            self.rollouts.start(group)
 
     def _score(self, complete: Sequence[RolloutGroup]) -> None:
         """Sends groups to the reward functions, which work on the first while later ones are decoded."""

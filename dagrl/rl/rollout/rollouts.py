@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -82,6 +81,11 @@ class Rollouts:
         return bool(self._quanta) or any(shard.requests for shard in self._shards)
 
     @property
+    def groups(self) -> list[RolloutGroup]:
+        """The unfinished groups."""
+        return list(self._groups.values())
+
+    @property
     def numbers(self) -> set[int]:
         """The numbers of the unfinished groups."""
         return set(self._groups)
@@ -97,7 +101,7 @@ class Rollouts:
         return all(shard.slots for shard in self._shards)
 
     def start(self, *groups: RolloutGroup) -> None:
-        """Starts the sequences of groups, or continues those that have tokens already."""
+        """Starts the sequences of groups."""
         assert not self.numbers & {group.number for group in groups}
         self._groups |= {group.number: group for group in groups}
         self._request(self._turns.start(groups))
@@ -162,11 +166,6 @@ class Rollouts:
         for request in gone:
             self._forget(request)
 
-    def snapshot(self) -> list[RolloutGroup]:
-        """Returns copies of the unfinished groups with all tokens made so far. Call `settle` first."""
-        partial = self._unfinished()
-        return [self._copy(group, partial) for group in self._groups.values()]
-
     def _unfinished(self) -> Mapping[int, FinishedRequest]:
         """Returns the tokens of each request in the engines. Replaces engines that died since the last quantum."""
         assert not self._quanta
@@ -175,16 +174,6 @@ class Rollouts:
         except WorkerError as error:
             self._replace(error, [])
             return self._unfinished()
-
-    def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:
-        requests = {id(episode): request for request, (_, episode) in self._requests.items()}
-        episodes = []
-        for episode in group.episodes:
-            copy = replace(episode, turn_rewards=[*episode.turn_rewards], replies=[*episode.replies])
-            if (tokens := partial.get(requests.get(id(episode), -1))) is not None:
-                copy.append(tokens)
-            episodes.append(copy)
-        return RolloutGroup(group.number, group.key, episodes, group.cohort)
 
     def _request(self, turns: Iterable[Turn]) -> None:
         """Makes a request of each turn, which waits for an engine."""

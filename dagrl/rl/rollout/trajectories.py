@@ -61,10 +61,10 @@ class TrajectoryBuffer(Generic[Payload]):
         self._generating[number] = self.version
         return number
 
-    def restart(self, number: int, version: int) -> None:
-        """Starts a group of an earlier process under its number. `version` is the oldest version of its tokens."""
-        assert number < self.next_number and number not in self._generating and number not in self._finished
-        self._generating[number] = version
+    def restart(self, number: int) -> None:
+        """Starts a group of an earlier process under its number, with the current version."""
+        assert number < self.next_number and number not in self._generating
+        self._generating[number] = self.version
 
     def finish(self, number: int, payload: Payload) -> None:
         """Marks a group as generated and scored."""
@@ -109,17 +109,9 @@ class TrajectoryBuffer(Generic[Payload]):
         """Groups that are started and neither trained on nor dropped."""
         return len(self._generating) + len(self._finished) + len(self._taken)
 
-    def generating(self) -> dict[int, int]:
-        """Returns the generating groups: number -> version it was started with."""
-        return dict(self._generating)
-
     def finished(self) -> list[FinishedGroup[Payload]]:
         """Returns the finished groups that are not taken, by number."""
         return sorted(self._finished.values(), key=lambda group: group.number)
-
-    def untrained(self) -> list[FinishedGroup[Payload]]:
-        """Returns the finished groups that are not trained on, by number, including those taken for an unfinished step."""
-        return sorted((*self._finished.values(), *self._taken), key=lambda group: group.number)
 
     def _started_at(self) -> dict[int, int]:
         return self._generating | {number: group.version for number, group in self._finished.items()}

@@ -21,7 +21,7 @@ from dagrl.data.media import MediaProcessor
 from dagrl.data.replies import reply_row, text_tokens
 from dagrl.errors import UserError
 from dagrl.rl.agents.runner import AgentRunner
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, prompt_messages
+from dagrl.rl.environments import FAILED, EnvironmentRunner, Question, Reply, prompt_messages
 from dagrl.rl.functions.answers import split_done
 from dagrl.rl.generation import FinishedRequest, IntArray
 from dagrl.rl.media import RolloutMedia
@@ -37,18 +37,14 @@ class Turns(Protocol):
     """Decides which sequences generate next. Not thread-safe."""
 
     can_wait: bool
-    """Whether unfinished sequences may wait here, move to another engine, and be continued from a checkpoint."""
-
-    @property
-    def pending(self) -> list[Future[Any]]:
-        """Calls of an environment that have no answer yet."""
+    """Whether unfinished sequences may wait here, and move to another engine."""
 
     @property
     def awaited(self) -> list[Future[Any]]:
         """Futures to wait for while there is nothing to generate: `take` may have turns once one is done."""
 
     def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
-        """Starts the sequences of groups, or continues those that have tokens. Returns those that can be generated now."""
+        """Starts the sequences of groups. Returns those that can be generated now."""
 
     def take(self) -> list[Turn]:
         """Returns the other sequences whose next turn can be generated, each once. Others may have ended."""
@@ -58,9 +54,6 @@ class Turns(Protocol):
 
     def abort(self, group: RolloutGroup) -> None:
         """Ends the sequences of a group."""
-
-    def leave(self) -> None:
-        """Forgets pending calls. Their sequences stay `awaiting` in a checkpoint."""
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Returns metrics of a batch; none without an environment."""
@@ -101,29 +94,16 @@ class EnvironmentTurns:
         self._calls: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
 
     @property
-    def pending(self) -> list[Future[Any]]:
+    def awaited(self) -> list[Future[Any]]:
         return [replies for _, replies in self._calls]
 
-    @property
-    def awaited(self) -> list[Future[Any]]:
-        return self.pending
-
     def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
-        """Asks the environment about all at once: first for their prompts, unless tools are all it has."""
-        questions: list[Turn] = []
-        ready: list[Turn] = []
-        for turn in [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]:
-            _, episode = turn
-            is_new = not (episode.opened or len(episode.tokens))
-            if self._environment is not None and (episode.awaiting or (self._environment.opens and is_new)):
-                questions.append(turn)
-            elif episode.awaiting and episode.turns:  # it was saved by a run that had an environment
-                episode.awaiting, episode.finish_reason = False, ENDED
-            else:
-                episode.awaiting = False
-                ready.append(turn)
-        self._ask(questions)
-        return ready
+        """Asks the environment for the prompts of all at once, unless tools are all it has."""
+        turns = [(group, episode) for group in groups for episode in group.episodes]
+        if self._environment is None or not self._environment.opens:
+            return turns
+        self._ask(turns)
+        return []
 
     def take(self) -> list[Turn]:
         answered, self._calls = split_done(self._calls, lambda call: call[1])
@@ -148,9 +128,6 @@ class EnvironmentTurns:
             if not episode.finish_reason:
                 self._end(group, episode, ABORTED)
 
-    def leave(self) -> None:
-        self._calls.clear()
-
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         if self._environment is None:
             return {}
@@ -161,7 +138,6 @@ class EnvironmentTurns:
         parts: dict[int, list[Turn]] = {}
         for group, episode in turns:
             assert self._environment is not None
-            episode.awaiting = True
             worker = (group.number + group.place(episode)) % self._environment.workers
             parts.setdefault(worker, []).append((group, episode))
         for worker, part in parts.items():
@@ -170,7 +146,7 @@ class EnvironmentTurns:
 
     def _begin(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         """Begins the first turn, after the prompt that the environment gave."""
-        episode.awaiting, episode.opened, episode.failure = False, True, reply.failure
+        episode.failure = reply.failure
         episode.prompt = reply.prompt or episode.prompt
         if reply.reason != FAILED and len(episode) >= self._room:
             episode.failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
@@ -180,7 +156,7 @@ class EnvironmentTurns:
 
     def _continue(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
-        episode.awaiting, episode.failure = False, reply.failure
+        episode.failure = reply.failure
         episode.turn_rewards.append(reply.reward)
         room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
         media = None

@@ -102,7 +102,7 @@ def start_policy(session: Session, stage: Stage, experience: Experience, trainer
         session.record_initial_validation(stage, metrics)
         session.recorder.keep_untrained(experience.take_untrained(), session.step)
     if resumed is not None:
-        experience.restore(resumed.state.counters, resumed.directory)
+        experience.restore(resumed.state.counters)
     session.replays.close_step(tokens=0)  # none of this is part of the first step
 
 
@@ -115,15 +115,15 @@ def evaluates(session: Session, stage: Stage, step: int) -> bool:
 
 @contextmanager
 def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experience]:
-    """Opens the source of training batches. Checkpoints save its unfinished groups, and colocated engines give them back
-    before they sleep."""
+    """Opens the source of training batches. Colocated engines give unfinished groups back before they sleep."""
     config, inputs, replays = session.config, session.inputs, session.replays
     assert session.generation is not None
     sets = config.evaluation.sets
     with (
         open_turns(config, inputs.tokenizer, inputs.processor) as turns,
         RewardRunner(rewards_of_sets(config.evaluation, config.reward.num_workers)) if sets else nullcontext() as marks,
-        Experience(
+    ):
+        experience = Experience(
             config,
             PromptData(
                 inputs.prompts,
@@ -139,9 +139,7 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
             version=session.step,
             marks=marks,
             measure=replays.clock.measure,
-        ) as experience,
-    ):
-        session.checkpoints.parts.append(experience.save)
+        )
         if replays.shared is not None:
             replays.shared.before_sleep.append(experience.withdraw)
         yield experience

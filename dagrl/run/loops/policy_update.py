@@ -154,7 +154,7 @@ class PolicyTrainer:
         return submit_batch(self.replays, "train_step", minibatch, shard_rows, least_sequences(self.config, minibatch))
 
     def _critic_step(self, batch: Batch) -> CriticStep:
-        return CriticStep(self.config, planned_algorithm(self.plan), self.replays, self.train, batch)
+        return CriticStep(self.config, planned_algorithm(self.plan), self.replays, batch)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 `load_model` lets transformers read the checkpoint, into a model that is sharded before: each rank reads its own part. Tensor
 parallelism and expert parallelism are transformers' own, by the plan of the model's class. FSDP2 shards each layer over the
-data-parallel ranks, and embedding, last norm and output layer together at the root; a single rank shards nothing. Trained
-weights are float32, and the optimizer updates each rank's shards; layers compute with copies in `policy.precision`. Imported
-only where torch is.
+data-parallel ranks, and embedding, last norm and output layer together at the root. Trained weights are float32 shards,
+which the optimizer updates; layers compute with copies in `policy.precision`. Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from dagrl.config import FsdpConfig, PolicyConfig
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.refit.sources import held_boxes, local_of
+from dagrl.refit.sources import held_boxes
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention
 from dagrl.workers.fsdp.context import Context
-from dagrl.workers.fsdp.copies import ComputeCopies
+from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.media import MediaInputs
 from dagrl.workers.fsdp.output import LogitTransform, base_of
@@ -65,14 +64,13 @@ class HiddenStates(nn.Module):
     """The root of a sharded model: runs `net`, a transformers model with a head, up to the head.
 
     `forward` leaves the root's weights whole, so that the head can be computed from its output: until the backward pass has
-    reduced their gradients, or until `reshard`. `copies` are those of a model that is not sharded.
+    reduced their gradients, or `gathered` of the module is left.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
         super().__init__()
         self.net = net
         self.context: Context | None = None
-        self.copies: ComputeCopies | None = None
         self.media: MediaInputs | None = None
         self.logits = None if hasattr(net, SCALAR_HEAD) else LogitTransform(net)
 
@@ -90,8 +88,6 @@ class HiddenStates(nn.Module):
         `row_positions` are those of whole rows, of which context-parallel ranks have a run of `s` tokens each. `media` are
         the ids [b, s] of the images that tokens stand for.
         """
-        if self.copies is not None:
-            self.copies.gather()
         arguments = attention_arguments(self.net.config, segments, row_positions) | {"position_ids": positions}
         nothing = None
         ids: AbstractContextManager[Tensor] = nullcontext(tokens)
@@ -175,8 +171,7 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    sharded = sharded_modules(root)
-    reordered = reordered_patterns(root.net, [name for name, *_ in report["mismatched_keys"]]) if sharded else []
+    reordered = reordered_patterns(root.net, [name for name, *_ in report["mismatched_keys"]])
     if reordered:
         plain = kind.from_pretrained(directory, config=config, dtype=dtype)  # in host memory
         for name, parameter in root.net.named_parameters():
@@ -211,11 +206,9 @@ def load_model(
     for buffer in loaded.buffers():
         buffer.data = buffer.to(device)
     fix_rotary_factors(loaded, policy)
-    for module in sharded:  # settles the memory of the shards, which FSDP2 pads
+    for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads
         module.unshard()
         module.reshard()
-    if not sharded and trains:
-        root.copies = ComputeCopies(root, getattr(torch, policy.precision))
     return root
 
 
@@ -238,7 +231,7 @@ def fix_rotary_factors(model: nn.Module, policy: PolicyConfig) -> None:
 
 def init_scalar_head(root: HiddenStates, seed: int) -> None:
     """Draws a scalar head from a normal distribution, the same as in any other layout."""
-    weight: Tensor = getattr(root.net, SCALAR_HEAD).weight
+    weight: DTensor = getattr(root.net, SCALAR_HEAD).weight
     generator = torch.Generator().manual_seed(seed)
     fill(SCALAR_HEAD, weight, torch.empty(weight.shape).normal_(0, root.net.config.initializer_range, generator=generator))
 
@@ -261,10 +254,10 @@ def reordered_patterns(model: PreTrainedModel, mismatched: Collection[str]) -> l
     return patterns
 
 
-def fill(name: str, parameter: Tensor, whole: Tensor) -> None:
+def fill(name: str, parameter: DTensor, whole: Tensor) -> None:
     """Copies this rank's part of a `whole` parameter."""
     for box, at in held_boxes(name, parameter):
-        local_of(parameter.detach())[tuple(slice(*run) for run in at)] = whole[tuple(slice(*run) for run in box)]
+        local(parameter.detach())[tuple(slice(*run) for run in at)] = whole[tuple(slice(*run) for run in box)]
 
 
 @torch.no_grad()
@@ -321,27 +314,19 @@ def check_context(root: HiddenStates, device: torch.device, *, packed: bool) -> 
 def shard_model(
     model: PreTrainedModel, policy: PolicyConfig, meshes: Meshes, device: torch.device, *, trains: bool
 ) -> HiddenStates:
-    """Shards a model whose weights may be on the meta device, if there are several ranks. Returns its root."""
+    """Shards a model whose weights may be on the meta device. Returns its root."""
     settings = policy.fsdp_cfg
     apart = split_layers(model, settings, meshes)
     if trains and policy.peft.enabled:
         add_adapters(model, policy.peft)
         if settings.tensor_parallel_size > 1:
             split_adapters(model, model.tp_plan, meshes.dense[TENSOR])
-    root, tower = HiddenStates(model), image_layers(model)
-    for layer in find_layers(model):
-        prepare_layer(layer, settings, compiles=settings.torch_compile and layer not in tower)
-    for part in model.get_decoder().children():
-        if settings.torch_compile and type(part).__name__.endswith("Norm"):  # the last one
-            part.forward = torch.compile(part.forward)
-    on_host = settings.cpu_offload and device.type != "cpu"
-    if settings.layout.world_size == 1 and not on_host:
-        return root
+    root = HiddenStates(model)
     options: dict[str, Any] = {}
     if trains and policy.precision != "float32":
         precision = getattr(torch, policy.precision)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    if on_host:
+    if settings.cpu_offload and device.type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
     for experts in apart:
         assert meshes.experts is not None, "experts are apart"
@@ -350,7 +335,9 @@ def shard_model(
     options["mesh"] = meshes.sharding
     if meshes.dense[SHARD].size() == 1:
         options["reshard_after_forward"] = False  # there would be little to free
+    tower, copies = image_layers(model), None
     for layer in find_layers(model):
+        copies = prepare_layer(layer, settings, copies, compiles=settings.torch_compile and layer not in tower)
         fully_shard(layer, **options)
     fully_shard(root, **options)
     if meshes.context is not None:
@@ -427,30 +414,28 @@ def image_layers(model: PreTrainedModel) -> set[nn.Module]:
     return set() if tower in (model, model.base_model) else {*tower.modules()}
 
 
-def prepare_layer(layer: Any, settings: FsdpConfig, *, compiles: bool) -> None:
+def prepare_layer(
+    layer: Any, settings: FsdpConfig, before: HostCopies | None = None, *, compiles: bool
+) -> HostCopies | None:
     """Compiles a layer, and makes its backward pass recompute what `activation_checkpointing` says.
 
     Those of a vision tower are not compiled: torch would compile them again for each number of images, which they attend to
-    one by one.
+    one by one. Returns what keeps tensors in host memory; `before` is that of the layer before.
     """
     kind = settings.activation_checkpointing
     if compiles:
         layer.forward = torch.compile(layer.forward)
     if kind == "none":
-        return
-    selective: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if kind == "selective" else {}
-    )
-    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **selective)
-    if kind == "offloaded":
-        layer.forward = partial(_offloaded, layer.forward)
-    elif compiles:  # as one graph, if there is one: inside of it alone, single operators can be kept
+        return None
+    keeps = kind == "selective" or (kind == "offloaded" and compiles)  # else kept results would stay on the GPU
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if keeps else {}
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **context)
+    if compiles:  # as one graph, if there is one: inside of it alone, single operators can be kept
         layer.forward = torch.compile(layer.forward)
-
-
-def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return forward(*args, **kwargs)
+    if kind != "offloaded":
+        return None
+    layer.forward = copies = HostCopies(layer, layer.forward, before)
+    return copies
 
 
 def _kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -472,12 +457,15 @@ def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def reshard(root: HiddenStates) -> None:
+def reshard(root: nn.Module) -> None:
     """Frees gathered weights. Gathered ones would keep their values when the shards change."""
     for module in sharded_modules(root):
         module.reshard()
-    if root.copies is not None:
-        root.copies.free()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Mesh:

@@ -315,15 +315,8 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     if megatron.cuda_graphs and has_adapters:
         text = "recorded microbatches leave out adapters; set one of them to false"
         yield f"{key}.cuda_graphs is true, and peft.enabled: {text}"
-    gather = f"{key}.distributed_data_parallel_config.overlap_param_gather is true"
-    gathers = megatron.distributed_data_parallel_config.overlap_param_gather
-    if gathers and model.experts:
-        text = "grouped expert products read weights without calling the modules that wait for them. Set it to false"
-        yield f"{gather}, and the model has experts: {text}"
-    if gathers and has_adapters:
-        yield f"{gather}, and peft.enabled: adapters are too small to gather in parts; set overlap_param_gather=false"
-    if (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not model.experts:
-        yield f"{key}.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
+    if megatron.moe_aux_loss_coeff and not model.experts:
+        yield f"{key}.moe_aux_loss_coeff is set, but the model has no experts; set it to 0"
     rate = f"{key}.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
     if megatron.moe_router_bias_update_rate and not model.expert_bias:
         yield f"{rate}, but routers of {model.model_type} models have no expert bias (as glm4_moe has); set it to 0"

@@ -273,10 +273,8 @@ Running = Callable[[], tuple[AdapterStack, Factors] | None]
 def leave_weight_out(module: torch.nn.Module, running: Running, scale: float) -> None:
     """Makes a linear layer, whose weight is frozen or merged without a gradient, give its adapters their gradients."""
 
-    frozen = module.__dict__.get("_forward_impl", linear_with_frozen_weight)  # the former in FP8
-
     def forward(input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # Megatron's names
-        output: Tensor = frozen(input, weight, **options)
+        output: Tensor = linear_with_frozen_weight(input, weight, **options)
         merged = running() if torch.is_grad_enabled() else None
         if merged is None:
             return output

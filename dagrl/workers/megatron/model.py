@@ -1,7 +1,7 @@
 """Builds this rank's part of a Megatron-Core GPTModel of local layers from a Hugging Face configuration.
 
-`dagrl.workers.megatron.kernels` chooses what computes attention, grouped experts and FP8 products. Weights stay
-uninitialized; `dagrl.workers.train.hf_load` fills them. Imported only where Megatron is.
+`dagrl.workers.megatron.kernels` chooses what computes attention. Weights stay uninitialized; `dagrl.workers.train.hf_load`
+fills them. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import Architecture
 from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
 from dagrl.workers.megatron.experts import GroupedExperts, LocalDispatcher, experts_last_first
-from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
-from dagrl.workers.megatron.kernels import choose_kernels
+from dagrl.workers.megatron.kernels import choose_attention
 from dagrl.workers.megatron.latent import LatentAttention
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
 from dagrl.workers.megatron.versions import do_without_engine, use_expert_parts
@@ -218,18 +217,16 @@ def build_model(
     do_without_engine()
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
-    kernels = choose_kernels(policy, device)
+    attend = choose_attention(policy, device)
     for chunk in chunks:
         for part in chunk.modules():
             if isinstance(part, CausalAttention):
-                part.attend, window = kernels.attend, architecture.windows[part.layer]
+                part.attend, window = attend, architecture.windows[part.layer]
                 part.window = window if window and window < policy.max_total_sequence_length else None
             elif isinstance(part, GroupedExperts):
                 part.join_weights()
             elif isinstance(part, MoELayer) and part.token_dispatcher.ep_size == part.token_dispatcher.tp_size == 1:
                 part.token_dispatcher = LocalDispatcher(part.router)
-        if policy.megatron_cfg.fp8_cfg.enabled:
-            use_float8(chunk, policy.megatron_cfg.fp8_cfg, kernels.float8)
     return ModelChunks(architecture, config, chunks)
 
 
@@ -347,9 +344,8 @@ def _experts(architecture: Architecture, settings: MegatronConfig) -> dict[str, 
         "moe_ffn_hidden_size": architecture.expert_ffn,
         "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
         "moe_grouped_gemm": False,  # needs an extension; `layer_specs` replaces the sequential experts by ours
-        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
+        "moe_router_load_balancing_type": "aux_loss" if settings.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": settings.moe_z_loss_coeff or None,
         "moe_permute_fusion": False,
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid" if architecture.expert_bias else "softmax",

@@ -1,15 +1,13 @@
-"""Megatron's top-k router with losses over the global batch, replayed experts, and counts of each expert's load.
+"""Megatron's top-k router with a load-balancing loss, replayed experts, and counts of each expert's load.
 
-Losses of the router are sums over tokens divided by the tokens of the global batch, as all losses here, so they do not
-depend on how the batch is split. Padding takes no part. With p_ti the router's probability of expert i for token t (a
-softmax, or a sigmoid over the sum of all: DeepSeek-V3, arXiv:2412.19437, equations 17 to 20),
-f_i the share of the chosen experts that are i, and N the tokens of the global batch, a layer adds
+The loss is a sum over tokens divided by the tokens of the global batch, as all losses here. Padding takes no part. With p_ti
+the router's probability of expert i for token t (a softmax, or a sigmoid over the sum of all: DeepSeek-V3, arXiv:2412.19437,
+equations 17 to 20), f_i the share of the chosen experts of the microbatch that are i, and N the tokens of the global batch,
+a layer adds
 
-  load balancing   coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
-  z loss           coefficient / N * sum_t logsumexp(logits_t)^2     ST-MoE, arXiv:2202.08906, equation 5
+  coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
 
-f_i is taken over the microbatch of t (`aux_loss`), or over the step's microbatches so far on all shards (`global_aux_loss`,
-arXiv:2501.11873). A hook passes each layer's router the microbatch, also when activations are recomputed.
+A hook passes each layer's router the microbatch, also when activations are recomputed.
 
 Routers count on the device. One all-reduce and one read per step turn the counts into metrics (`ExpertLoad`). With
 `moe_router_bias_update_rate` they also move the expert biases. Imported only where Megatron is.
@@ -43,7 +41,6 @@ from dagrl.telemetry.metrics import (
     REPLAYED_TOKENS,
     ROUTER_ENTROPY,
     UNUSED_EXPERTS,
-    Z_LOSS,
     StepMetrics,
 )
 from dagrl.workers.train.microbatches import Microbatches, RoutedTokens
@@ -54,15 +51,13 @@ class StepCounts:
     """Counts of the routers of all layers, or of one, in a step.
 
     `tokens` are those of the global batch. `by_expert` [layers, experts]: tokens of each expert, without padding. `sums`
-    [layers, 5]: load-balancing loss, z loss, entropy of the probabilities in nats, pairs of token and expert that were
-    replayed, and those among them that the router chose too. `seen` [layers, experts]: tokens of each expert in the step's
-    microbatches so far, over all shards.
+    [layers, 4]: load-balancing loss, entropy of the probabilities in nats, pairs of token and expert that were replayed, and
+    those among them that the router chose too.
     """
 
     tokens: Tensor
     by_expert: Tensor
     sums: Tensor
-    seen: Tensor
 
     @staticmethod
     def empty(layers: int, experts: int, device: torch.device) -> StepCounts:
@@ -70,19 +65,18 @@ class StepCounts:
         return StepCounts(
             torch.zeros((), device=device),
             torch.zeros(layers, experts, dtype=torch.int64, device=device),
-            torch.zeros(layers, 5, dtype=torch.float64, device=device),
-            torch.zeros(layers, experts, device=device),
+            torch.zeros(layers, 4, dtype=torch.float64, device=device),
         )
 
     def start(self, tokens: float) -> None:
         """Sets all to zero, and the tokens of this shard's batch."""
-        for counts in (self.by_expert, self.sums, self.seen):
-            counts.zero_()
+        self.by_expert.zero_()
+        self.sums.zero_()
         self.tokens.fill_(tokens)
 
     def of_layer(self, number: int) -> StepCounts:
         """Returns the counts of one layer: views without the first dimension."""
-        return StepCounts(self.tokens, self.by_expert[number], self.sums[number], self.seen[number])
+        return StepCounts(self.tokens, self.by_expert[number], self.sums[number])
 
 
 class _Choice:
@@ -110,7 +104,7 @@ def has_record(recorded: Tensor, experts: int) -> Tensor:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's router with the module's losses and counts. `tokens` are those of the running microbatch.
+    """Megatron's router with the module's loss and counts. `tokens` are those of the running microbatch.
 
     `counts` are this layer's, None outside of training steps. `chosen` are the last experts [tokens, top k].
     """
@@ -138,11 +132,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         self.chosen = choice.chosen
         # Once per microbatch: recomputed activations are first computed without gradients.
         if self.counts is not None and self.tokens is not None and torch.is_grad_enabled():
-            has_loss = bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
-            with torch.set_grad_enabled(has_loss):
-                loss = self._loss(logits, choice, self.counts, self.tokens.valid)
-            if has_loss:
-                probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
+            with torch.set_grad_enabled(bool(config.moe_aux_loss_coeff)):
+                balance = self._balance(logits, choice, self.counts, self.tokens.valid)
+            if config.moe_aux_loss_coeff:
+                probabilities = MoEAuxLossAutoScaler.apply(probabilities, config.moe_aux_loss_coeff * balance)
         return probabilities, chosen
 
     def _recorded(self) -> Tensor | None:
@@ -151,12 +144,10 @@ class Router(TopKRouter):  # type: ignore[misc]
             return None
         return self.tokens.experts[:, self.layer_number - 1].long()
 
-    def _loss(self, logits: Tensor, choice: _Choice, counts: StepCounts, valid: Tensor) -> Tensor:
-        """Returns this worker's share of the layer's losses, and counts the microbatch."""
-        scores, normalizer = self._probabilities(logits), logits.float().logsumexp(-1)
-        balance, z_loss = scores.new_zeros(()), scores.new_zeros(())
-        if self.config.moe_z_loss_coeff:
-            z_loss = (normalizer.square() * valid).sum() / counts.tokens
+    def _balance(self, logits: Tensor, choice: _Choice, counts: StepCounts, valid: Tensor) -> Tensor:
+        """Returns this worker's share of the layer's loss, without the coefficient, and counts the microbatch."""
+        scores = self._probabilities(logits)
+        balance = scores.new_zeros(())
         if self.config.moe_aux_loss_coeff:
             # An expert bias corrects the choice; the loss is of what the router would choose without it.
             own = choice.own if self.expert_bias is None else scores.topk(self.topk, -1).indices
@@ -164,9 +155,8 @@ class Router(TopKRouter):  # type: ignore[misc]
         with torch.no_grad():
             entropy = (torch.special.entr(scores).sum(-1) * valid).sum() / counts.tokens
             counts.by_expert += _tokens_by_expert(choice.chosen, valid, scores.shape[1]).to(torch.int64)
-            counts.sums += torch.stack([balance, z_loss, entropy, *_replayed(choice, valid, scores.shape[1])])
-        loss: Tensor = self.config.moe_aux_loss_coeff * balance + (self.config.moe_z_loss_coeff or 0.0) * z_loss
-        return loss
+            counts.sums += torch.stack([balance, entropy, *_replayed(choice, valid, scores.shape[1])])
+        return balance
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 probabilities [tokens, experts]: a softmax, or normalized sigmoids."""
@@ -177,11 +167,9 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, valid: Tensor) -> Tensor:
         """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens."""
-        experts, over_step = scores.shape[1], self.routing_type == "global_aux_loss"
+        experts = scores.shape[1]
         load = _tokens_by_expert(own, valid, experts)
-        dist.all_reduce(load, group=self.tp_dp_cp_group if over_step else self.tp_cp_group)
-        if over_step:
-            load = counts.seen.add_(load).clone()
+        dist.all_reduce(load, group=self.tp_cp_group)
         shares = load / load.sum().clamp(min=1)
         return ((scores * shares).sum(-1) * valid).sum() * experts / counts.tokens
 
@@ -233,7 +221,7 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, batch: Microbatches) -> Iterator[None]:
-        """Makes the routers count the microbatches of `batch`, and add losses, in the block. A collective over dp."""
+        """Makes the routers count the microbatches of `batch`, and add the loss, in the block. A collective over dp."""
         layer_routers = list(routers(self._chunks))
         if not layer_routers:
             yield
@@ -278,15 +266,13 @@ class ExpertLoad:
         dist.all_reduce(totals, group=stage)
         if dist.get_rank(stage):
             return StepMetrics()
-        load = totals[5:].view(layers_here, experts)
+        load = totals[4:].view(layers_here, experts)
         busiest = load.amax(-1) / load.mean(-1).clamp(min=1e-9)
         figures = torch.stack([busiest.sum(), busiest.max(), (load == 0).double().mean(-1).sum(), load[0].sum()])
-        balance, z_loss, entropy, replayed, equal, busy, worst, unused, pairs = torch.cat([totals[:5], figures]).tolist()
+        balance, entropy, replayed, equal, busy, worst, unused, pairs = torch.cat([totals[:4], figures]).tolist()
         sums = {ROUTER_ENTROPY: entropy, BUSIEST_EXPERT: busy, UNUSED_EXPERTS: unused}
         if self._config.moe_aux_loss_coeff:
             sums[LOAD_BALANCING_LOSS] = balance
-        if self._config.moe_z_loss_coeff:
-            sums[Z_LOSS] = z_loss
         if self._replays:
             sums[REPLAYED_TOKENS] = replayed / max(pairs, 1.0)
             sums[REPLAYED_AGREEMENT] = equal / max(replayed, 1.0) * layers_here

@@ -112,15 +112,6 @@ class Trainer:
         if "gradients" in what and self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def settle(self) -> None:
-        """Completes the all-gather of parameters that an overlapped step left to the next forward pass. A collective."""
-        overlaps = self.settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
-        if not overlaps or self.optimizer is None:
-            return
-        for chunk in self.chunks:
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-
     def step_count(self) -> float:
         """Returns Adam's step count, which is equal for all parameters."""
         return max((float(state["step"]) for _, state in self._states()), default=0.0)
@@ -234,8 +225,6 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
     if ddp_settings.overlap_grad_reduce:  # as in megatron/training/training.py
         no_sync = [chunk.no_sync for chunk in chunks]
         model.config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    if ddp_settings.overlap_param_gather and not model.architecture.scalar:
-        _wait_for_output_weight(chunks[-1])
     with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves it to its scheduler
@@ -251,17 +240,6 @@ def frozen_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
     return Trainer(model, list(model.chunks), None, OptimizerSteps(settings), settings, layout)
-
-
-def _wait_for_output_weight(chunk: Any) -> None:
-    """Gathers the output layer's weight before the last norm runs.
-
-    Megatron gathers a parameter when its module is called. Log-probabilities read the output weight directly.
-    """
-    model = chunk.module
-    if model.post_process:
-        group = chunk.param_to_bucket_group[model.output_weight()]
-        model.decoder.final_layernorm.register_forward_pre_hook(lambda *_: group.finish_param_sync())
 
 
 @contextmanager
@@ -280,13 +258,12 @@ def _torch_adam() -> Iterator[None]:
 
 def optimizer_config(settings: Config) -> OptimizerConfig:
     """Returns Megatron's configuration of Adam. Half-precision policies have float32 master weights."""
-    megatron, bf16 = settings.policy.megatron_cfg, settings.policy.precision == "bfloat16"
+    bf16 = settings.policy.precision == "bfloat16"
     return OptimizerConfig(
         optimizer="adam",
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=megatron.use_distributed_optimizer,
-        overlap_param_gather=megatron.distributed_data_parallel_config.overlap_param_gather,
+        use_distributed_optimizer=settings.policy.megatron_cfg.use_distributed_optimizer,
         **settings.policy.optimizer.model_dump(exclude={"name", "args", "max_skipped_steps"}),  # others are Megatron's
     )
 

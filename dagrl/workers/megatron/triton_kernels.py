@@ -1,4 +1,4 @@
-"""Triton kernels of Megatron's layers: rotary embedding, RMSNorm and SwiGLU, forward and backward; sums over experts; FP8.
+"""Triton kernels of Megatron's layers: rotary embedding, RMSNorm and SwiGLU, forward and backward; sums over experts.
 
 In plain torch each takes up to a dozen passes over memory; here, as in Transformer Engine, one. All compute in float32 and
 round once. `use_layer_kernels` installs the rotary embedding and SwiGLU in place of Megatron's fused ones, which need
@@ -19,7 +19,6 @@ SWIGLU_BLOCK = 1024  # columns that a program of SwiGLU reads at once
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
 SUM_BLOCK = 1024  # columns that a program sums over experts
 ZERO_BLOCK = 4096  # elements that a program fills with zeros
-FP8_ROWS, FP8_COLUMNS = 128, 64  # of a tile that is quantized
 JOINED_ROWS = 32  # pairs of a token and a head that a program joins
 
 
@@ -290,48 +289,6 @@ def _clear_kernel(matrices, offsets, elements, block: tl.constexpr):  # type: ig
         at = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
         zeros = tl.zeros((block,), dtype=matrices.dtype.element_ty)
         tl.store(matrices + expert.to(tl.int64) * elements + at, zeros, mask=at < elements)
-
-
-def quantize_to(rows: Tensor, columns: Tensor, matrix: Tensor, scale: Tensor) -> None:
-    """Writes `matrix` [n, m] over `scale` to `rows` [n, m] and `columns` [m, at least n], and zeros after it.
-
-    An empty `rows` or `columns` is left out.
-    """
-    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    length, width = matrix.shape
-    longest = columns.shape[1] if columns.numel() else length
-    grid = triton.cdiv(longest, FP8_ROWS), triton.cdiv(width, FP8_COLUMNS)
-    written = rows.numel() > 0, columns.numel() > 0
-    sizes = length, longest, width, matrix.stride(0)
-    _quantize_kernel[grid](rows, columns, matrix, scale, *sizes, *written, FP8_ROWS, FP8_COLUMNS)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _quantize_kernel(  # type: ignore[no-untyped-def]
-    rows,
-    columns,
-    matrix,
-    scale,
-    length,
-    longest,
-    width,
-    stride,
-    to_rows: tl.constexpr,
-    to_columns: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-):
-    row = (tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows))[:, None]
-    column = (tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns))[None, :]
-    inside = (row < length) & (column < width)
-    value = tl.load(matrix + row * stride + column, mask=inside, other=0.0).to(tl.float32) * tl.math.div_rn(
-        1.0, tl.load(scale)
-    )
-    if to_rows:
-        tl.store(rows + row * width + column, value.to(rows.dtype.element_ty), mask=inside)
-    if to_columns:
-        target = columns + column * longest + row
-        tl.store(target, value.to(columns.dtype.element_ty), mask=(row < longest) & (column < width))
 
 
 def join_attention(own: Tensor, own_lse: Tensor, seen: Tensor, seen_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -103,10 +103,6 @@ class TrainedModel(Model, Gradients, Protocol):
         """Zeros moments and step counts, and copies any master weights from the model."""
         ...
 
-    def settle(self) -> None:
-        """Completes parameter updates that an optimizer step deferred. Called before every phase but training steps."""
-        ...
-
     def step_count(self) -> float:
         """Returns the optimizer's count of updates, on which its bias corrections depend; 0 if the pieces have it."""
         ...

@@ -134,6 +134,11 @@ class TrainWorker:
         cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.policy.deterministic else {}  # as torch requires
         return {"OMP_NUM_THREADS": threads, **cublas, **cls.backend_class.environment(config)}
 
+    @classmethod
+    def imports(cls, config: Config) -> Callable[[], object]:
+        """Returns what imports the backend's libraries, without threads and CUDA."""
+        return cls.backend_class.prepare
+
     # ---- lifecycle
 
     def prepare(self) -> None:
@@ -166,7 +171,7 @@ class TrainWorker:
                 torch.use_deterministic_algorithms(self.config.policy.deterministic)
                 torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
                 gc.freeze()  # full collections skip all imports; they run at different times on each worker
-                with self._running(training=True):
+                with self._running():
                     backend.setup(address)
                     if torch.distributed.is_initialized():
                         self._files_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
@@ -220,13 +225,12 @@ class TrainWorker:
         return self._offloader
 
     @contextmanager
-    def _running(self, *, training: bool = False) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Runs a phase: sets the thread's CUDA device and stream, and waits for the launched work.
 
         Waiting attributes a failure to its phase. It does not cover copies of offloaded state, which have their own stream.
-        Aborted NCCL collectives end without raising, so the abort is checked afterwards. `training` leaves
-        an overlapped parameter gathering to the forward pass; other phases complete it first. With CUDA graphs everything
-        runs on the worker's own stream, as capture requires.
+        Aborted NCCL collectives end without raising, so the abort is checked afterwards. With CUDA graphs
+        everything runs on the worker's own stream, as capture requires.
         """
         import torch
 
@@ -236,8 +240,6 @@ class TrainWorker:
             if self._backend is not None and self._backend.captures and self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            if self._backend is not None and not training:
-                self._backend.model.settle()
             yield
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
@@ -274,7 +276,7 @@ class TrainWorker:
         last = self.context.coordinates.pp == self.context.layout.pp - 1  # the stage that computes the loss
         batch = self._kept.join(batch, algorithm.columns, required=last and not in_warmup())
         started = time.perf_counter()
-        with self._running(training=True):
+        with self._running():
             for microbatches in self._microbatches(batch, "train"):
                 self.offloader.begin_due()
                 backend.model.zero_gradients()
@@ -318,7 +320,7 @@ class TrainWorker:
         import torch
 
         model, shard = self.backend("weights", "gradients").model, self.context.coordinates.dp
-        with self._running(training=True):
+        with self._running():
             ours = self._gradient(batches[shard], self.config)
             kept = [gradient.clone() for gradient in model.gradients()]
             theirs = self._gradient(others[shard], other)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
@@ -117,6 +118,14 @@ class VllmWorker:
     def environment(config: Config) -> dict[str, str]:
         """Returns environment variables of the process, set before any import."""
         return vllm_environment(config)
+
+    @staticmethod
+    def imports(config: Config) -> Callable[[], object]:
+        """Returns what imports vLLM, and the model's class if that is known by now, without threads and CUDA."""
+        init, model = config.policy.random_init, Path(config.policy.model_name or "")
+        known = config.policy.model_name is not None and (model / "config.json").is_file()
+        hf_config = init.hf_config if init is not None else read_hf_config(config) if known else {}
+        return partial(import_vllm, {"architectures": hf_config.get("architectures")})
 
     def prepare(self) -> None:
         """Imports vLLM and the model's class, which takes 10 to 20 seconds."""

@@ -283,17 +283,17 @@ def _length(seed: int) -> int:
     return random.Random(drawn).randint(1, 2 * LIMIT)  # noqa: S311  # not cryptography
 
 
-def test_unfinished_episodes_start_again_in_a_resumed_run(runner: AgentRunner, module: str, tmp_path: Path) -> None:
+def test_unfinished_episodes_start_again_in_a_resumed_run(runner: AgentRunner, module: str) -> None:
     """Under the numbers and with the seeds that they had."""
     first, second = (Resumable(runner, with_agent(module)) for _ in range(2))
     first.experience.fill()
     first.wait()
     first.experience.rollouts.advance()
-    first.experience.save(tmp_path)
-    seeds = {group.number: [one.seed for one in group.episodes] for group in first.experience.rollouts.snapshot()}
+    state = first.experience.state()
+    seeds = {group.number: [one.seed for one in group.episodes] for group in first.experience.rollouts.groups}
     first.stop()
-    second.experience.restore({}, tmp_path)
-    again = second.experience.rollouts.snapshot()
+    second.experience.restore(state)
+    again = second.experience.rollouts.groups
     assert {group.number: [one.seed for one in group.episodes] for group in again} == seeds and len(seeds) == 3
     assert not any(len(one.tokens) for group in again for one in group.episodes)
     second.stop()

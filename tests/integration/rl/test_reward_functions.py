@@ -22,25 +22,19 @@ from tests.unit.rl.in_process import rewarded
 FUNCTIONS = "tests.integration.rl.reward_functions"
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises the time of a whole call, as processes start slowly on a busy machine."""
-    monkeypatch.setattr("dagrl.rl.functions.runner.CALL_TIMEOUTS", 600)
-
-
 def run(name: str, completions: list[str], prompt: str = "p", **keys: Any) -> Rewards:
     """Returns the rewards, however many have failed."""
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:{name}", max_failed_share=1.0, **keys)) as runner:
         return rewards_of(runner.submit([prompt] * len(completions), completions, ["r"] * len(completions)).result())
 
 
-def test_a_sample_that_hangs_or_kills_the_process_fails_alone(patient: None) -> None:
+def test_a_sample_that_hangs_or_kills_the_process_fails_alone() -> None:
     rewards = run("picky", ["ab", "hang", "abc", "die"], timeout_s=1.0)
     assert (rewards.values.tolist(), rewards.failed) == ([2.0, 0.0, 3.0, 0.0], 2)
 
 
-def test_samples_that_hang_fail_alone(patient: None, tmp_path: Path) -> None:
-    """The batch is asked once, then each sample once alone, as far as the call has time."""
+def test_samples_that_hang_fail_alone(tmp_path: Path) -> None:
+    """The batch is asked once, then each sample once alone."""
     noted, completions = tmp_path / "calls", ["hang"] * 3 + ["abc"] * 12
     rewards = run("noted", completions, str(noted), timeout_s=0.7)
     assert rewards.values.tolist() == [0.0] * 3 + [3.0] * 12

@@ -15,16 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.data.media import ids_in
-from dagrl.errors import RunError, StopRequestedError
-from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.errors import RunError
 from dagrl.run.evaluate import Evaluation, evaluate
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
-from tests.integration import test_async_job
 from tests.integration.rl.screens import screen
-from tests.integration.test_async_grpo import stop_after
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, image, png, text, truth, turns_of
 from tests.unit.workers.test_fsdp_media import model_of
@@ -328,38 +324,3 @@ def test_engines_see_what_training_sees(sent: str, cluster: None, tmp_path: Path
         assert changed and all(".layers." in name and "vis" not in name for name in changed)
     else:
         assert any("vis" in name for name in changed) and any("lm_head" in name for name in changed)
-
-
-@pytest.mark.slow
-def test_episodes_with_images_go_on_in_a_resumed_run(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop finds some with screens and without an end. Their tokens stay those of the processor, and the policy, which
-    hardly changes, has the engine's log-probabilities."""
-    pytest.importorskip("vllm")
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
-    test_async_job.half_way.__wrapped__(monkeypatch)
-    family = FAMILIES[0]
-    asynchronous = {"enabled": True, "in_flight_weight_updates": True, "max_trajectory_age_steps": 2}
-    policy = {**screens_policy(family), "optimizer": {"lr": 1e-7}}
-    engine = {**policy["generation"]["vllm_cfg"], "max_num_seqs": 3}
-    policy["generation"] |= {"quantum_engine_steps": 2, "vllm_cfg": engine}
-    keys = {
-        **GRPO,
-        "policy": policy,
-        "environment": SCREENS,
-        "grpo": {**GRPO["grpo"], "async_grpo": asynchronous},
-        "loss_fn": {"use_importance_sampling_correction": True},
-        "checkpointing": {"save_period": 100, "export_hf": False},
-    }
-    config = config_of(family, PROMPTS, tmp_path, keys)
-    with stop_after(steps=2), pytest.raises(StopRequestedError):
-        train(config)
-    saved = read_trajectories(max((tmp_path / "run" / "checkpoints").iterdir()))
-    assert saved is not None
-    episodes = [episode for group in saved.groups for episode in group.group.episodes]
-    under_way = [one for one in episodes if ids_in(one.media) and not one.finish_reason]
-    assert under_way, [(one.media_ids, one.finish_reason) for one in episodes]
-    train(config.with_keys({"checkpointing.resume": True}))
-    steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gen_kl_error" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    assert all(row["gen_kl_error"] < 1e-5 for row in steps), [row["gen_kl_error"] for row in steps]
-    check_screens(family, tmp_path / "run")

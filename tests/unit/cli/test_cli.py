@@ -1,4 +1,4 @@
-"""The `dagrl` command: fast help, exit codes, dry runs. `test_bad_input` covers its errors."""
+"""The `dagrl` command: fast help, exit codes, dry runs, and what evaluate and export reject before anything starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import tomllib
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
 
 from dagrl.cli.main import BENCHES, main
 from dagrl.config import Config
-from dagrl.config.file import load_config
+from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ChannelError, ConfigError
 from dagrl.run.derive import derive_from_machine
 from dagrl.run.model import character_tokenizer, write_random_model
@@ -203,3 +204,57 @@ def test_benchmark_settings_are_in_the_wheel() -> None:
     for path in set((ROOT / "bench").rglob("*.yaml")) - set((ROOT / "bench" / "results").rglob("*")):
         package = ".".join(("dagrl", *path.relative_to(ROOT).parts[:-1]))
         assert any(path.match(pattern) for pattern in data[package]), path
+
+
+GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([SFT], "add algorithm=grpo and reward.function="),
+        ([GRPO, "--samples", "0", "--no-greedy"], "nothing to generate"),
+        ([GRPO, "--samples", "4", "--k", "8"], "pass@8: expected a k of 1 to 4"),
+        ([GRPO, "--checkpoint", "examples"], "--checkpoint examples is not a Hugging Face directory"),
+        ([GRPO, "data.task=null", "data.path=examples/data/arithmetic.jsonl", "data.val_fraction=0"], "no held-out prompts"),
+    ],
+)
+def test_bad_arguments_are_one_error(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["evaluate", *arguments, f"output_dir={tmp_path}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("nothing", "nothing is not a checkpoint in a run's directory"),
+        ("/", "/ is not a checkpoint"),
+        ("run/checkpoints/step_00000001", "does not exist; expected the directory of a checkpoint"),
+    ],
+)
+def test_export_rejects_a_source_that_is_no_checkpoint(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.yaml").touch()
+    assert main(["export", source, "-o", "out"]) == 2
+    assert message in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_an_existing_target_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "-o", str(tmp_path)]) == 2
+    assert "exists already; remove it" in capsys.readouterr().err
+
+
+def test_a_worker_that_cannot_export_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dagrl.run.export.load_checkpoint_directory", MagicMock())
+    config = load_config(ROOT / EXAMPLE, ["policy.worker=tests.integration.unigram_workers:UnigramTrainer"])
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert main(["export", str(tmp_path / "checkpoints/step_00000001"), "-o", str(tmp_path / "model")]) == 2
+    assert "it has no method export_hf; expected export_hf(directory: str)" in capsys.readouterr().err

@@ -26,7 +26,14 @@ from dagrl.data.chat import chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
 from dagrl.data.replies import reply_row, reply_text, text_tokens
-from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_preferences, encode_prompts, with_opening
+from dagrl.data.tokenization import (
+    Demonstration,
+    encode_demonstrations,
+    encode_preferences,
+    encode_prompts,
+    warn_of_differences,
+    with_opening,
+)
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError
@@ -142,7 +149,7 @@ def test_rows_have_the_tokens_of_the_whole_conversation(kind: Kind, texts: str) 
 
 @kinds
 @pytest.mark.parametrize("texts", ["several", "unicode"])
-def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str) -> None:
     messages = messages_of(TEXTS[texts])
     tokenizer, example = tokenizer_of(kind), example_of(messages)
     (row,), (prompt,) = encode_demonstrations([example], tokenizer, "last"), encode_prompts([example], tokenizer)
@@ -153,10 +160,10 @@ def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str, caplog: pytest
     elif "R1" in kind.name:  # the opening of a thought, which the template leaves out of turns
         shorter = tokenizer.decode(prompt.tokens).removesuffix("<think>\n")
         assert tokenizer.decode(row.tokens[:first]) == shorter
-        assert "writes the start of a turn otherwise in its prompt" in caplog.text
+        assert "opened" in row.differences
     else:  # a newline of the prompt and one of the turn are a token
         assert tokenizer.decode(row.tokens[:first]) == tokenizer.decode(prompt.tokens) + "\n"
-        assert "joins the end of a prompt and the start of a turn" in caplog.text
+        assert "joined" in row.differences
 
 
 def sampled(kind: Kind, before: list[dict[str, Any]], text: str) -> list[int]:
@@ -352,15 +359,15 @@ def test_what_follows_a_turn_is_opened_also_after_another_opening(name: str) -> 
     assert text == "<|observation|>\n<tool_response>\nit is 0\n</tool_response><|assistant|>\n"
 
 
-def test_calls_after_the_end_of_a_turn_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_after_the_end_of_a_turn_are_an_error() -> None:
     """GigaChat 3 writes a call as a message of its own: the policy, which stops before it, can make none."""
     tokens = ("<|role_sep|>", "<|message_sep|>")
     tokenizer = tokenizer_of(Kind("GigaChat 3", "tiktoken", "<|message_sep|>", GIGACHAT3, tokens, eos="</s>"))
     assert chat_of(tokenizer).stop_before_calls(TOOLS) == "<|message_sep|>"
     with pytest.raises(EndpointError, match=r"writes '<\|message_sep\|>', with which generation stops, before the calls"):
         Renderer(tokenizer, "hermes").context(ChatBody(model="policy", messages=CHAIN[1:2], tools=TOOLS), Conversations())
-    encode_demonstrations([example_of(CHAIN[1:3], TOOLS)], tokenizer)
-    assert "an end of turns inside of one" in caplog.text
+    (row,) = encode_demonstrations([example_of(CHAIN[1:3], TOOLS)], tokenizer)
+    assert "stopped" in row.differences
     assert not any(chat_of(tokenizer_of(kind)).stop_before_calls(TOOLS) for kind in (*CALLING_KINDS, *OTHERS, *WHOLE))
 
 
@@ -743,6 +750,21 @@ def test_marks_around_turns_that_the_template_rewrites(name: str, opening: str, 
     assert [tokenizer.decode(part) for part in parts(row)] == learned
 
 
+@pytest.mark.parametrize("thought", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize("weight", [0, 1])
+def test_a_turn_of_which_the_template_leaves_nothing_takes_no_marks_of_the_next(weight: int, thought: str) -> None:
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    text = "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endgeneration %}"
+    body = f"{{% if m.role == 'assistant' %}}{thought}{text}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    loop = f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{body}<|im_end|>\n{{% endfor %}}"
+    tokenizer.chat_template = loop + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    messages = messages_of(["hello", "<think>the</think>", "a", "<think>the</think>and", "it", "the hello"])
+    messages[3]["weight"] = weight
+    (row,) = encode_demonstrations([example_of(messages)], tokenizer)
+    learned = ["<|im_end|>", *["and<|im_end|>"] * weight, "the hello<|im_end|>"]
+    assert [tokenizer.decode(part) for part in parts(row)] == learned
+
+
 @pytest.mark.parametrize("kind", ["tiktoken", "gpt2", "legacy", "unigram"])
 @pytest.mark.parametrize("sampled", ["and", "and <", "and<|im_", "and<|im_end|>", "and<|im_end|>\n"])
 def test_a_string_that_ended_a_turn_is_not_repeated(kind: str, sampled: str) -> None:
@@ -844,25 +866,24 @@ def test_an_end_of_calls_is_not_written_twice() -> None:
     assert row.tokens.tolist() == truth(kind, messages, TOOLS)
 
 
-def test_rows_that_teach_nothing_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_teach_nothing_are_known() -> None:
     """Nemotron Nano v2 leaves out an empty answer at the end."""
     kind = next(kind for kind in KINDS if kind.name == "Qwen2.5")
     shown_turns = "{% for m in messages if m.content or m.role != 'assistant' %}"
     kind = replace(kind, template=kind.template.replace("{% for m in messages %}", shown_turns))
     (row,) = encode_demonstrations([example_of(messages_of(["hello", ""]))], tokenizer_of(kind))
-    assert not row.loss_mask.any() and "row 1 and 0 other conversations: nothing is learned" in caplog.text
+    assert not row.loss_mask.any() and "empty" in row.differences
 
 
 def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     question, answer = messages_of(["hello", "and it"])
     examples = [example_of([question, {**answer, "reasoning_content": thought}]) for thought in ("hm", None, "hm hm")]
-    encode_demonstrations(examples, tokenizer_of(KINDS[1]))
+    warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[1])))
     assert not caplog.text, "Qwen3 writes the thought of the last turn"
-    encode_demonstrations(examples, tokenizer_of(KINDS[0]))
+    warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[0])))
     assert "row 1 and 1 other conversations: the chat template leaves out texts of turns that are learned" in caplog.text
-    caplog.clear()
-    encode_demonstrations([example_of([question, {**answer, "reasoning": "hm"}])], tokenizer_of(KINDS[1]))
-    assert "leaves out texts" in caplog.text, "Qwen3's template knows the thought by another name"
+    (row,) = encode_demonstrations([example_of([question, {**answer, "reasoning": "hm"}])], tokenizer_of(KINDS[1]))
+    assert "left out" in row.differences, "Qwen3's template knows the thought by another name"
 
 
 def test_a_system_prompt_may_move() -> None:

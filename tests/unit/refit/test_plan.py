@@ -1,4 +1,4 @@
-"""Refit plans: any layout into any other, bit for bit; balance, rounds and buckets; errors that name every mismatch."""
+"""Refit plans: any layout into any other, bit for bit; balance, order and buckets; hosts; errors that name every mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from hypothesis import given, settings, strategies as st
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit import RefitPlan, Verify, WeightSlice, plan_refit
+from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered
+from dagrl.refit.plan.ordering import BETWEEN_HOSTS, order_rounds, simulate
+from dagrl.refit.plan.routes import RankPair
 from dagrl.refit.slices import Box, Scales, expand, volume
 from dagrl.refit.strided import stack_experts
 from dagrl.refit.transfers import DIRECT_BYTES, aligned
@@ -22,7 +25,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from tests.unit.refit.memory_channel import copy_mapped, run_refit
+from tests.unit.refit.memory_channel import MemoryChannel, copy_mapped, run_refit
 from tests.unit.refit.weight_reference import (
     Config,
     VllmRank,
@@ -346,3 +349,195 @@ def test_single_experts_are_described_without_a_stack() -> None:
     built = [{"up": torch.zeros(len(experts), 3, 2)} for experts in wanted]
     run_refit(plan, [{"up": weights[:1]}, {"up": weights[1:2]}, {"up0": weights[2], "up1": weights[3]}, *built])
     assert all(tensors["up"].equal(weights[experts]) for tensors, experts in zip(built, wanted, strict=True))
+
+
+def time_of(
+    durations: dict[RankPair, list[int]], after: dict[tuple[int, int, int], tuple[int, int, int]] | None = None
+) -> float:
+    ordered = order_rounds(durations, after)
+    return simulate((number, sender, to, durations[sender, to][at]) for number, sender, to, at in ordered)
+
+
+def test_simulated_durations() -> None:
+    assert simulate([]) == 0
+    assert simulate([(0, 0, 2, 3.0), (0, 1, 3, 5.0)]) == 5  # in parallel
+    assert simulate([(0, 0, 2, 3.0), (1, 1, 2, 5.0)]) == 8  # one receiver
+    assert simulate([(0, 0, 2, 3.0), (1, 2, 3, 5.0)]) == 8  # relayed
+    assert simulate([(0, 0, 2, 3.0), (0, 2, 3, 1.0), (1, 5, 2, 1.0)]) == 4  # rank 2 waits for its round
+    assert simulate([(0, 0, 2, 5.0), (1, 1, 3, 1.0)]) == 5  # the last to end is not the last to start
+    assert (
+        simulate([(0, 0, 2, 3.0), (1, 1, 3, 1.0), (2, 0, 3, 1.0)]) == 4
+    )  # a rank without a bucket in a round stays as busy as before
+
+
+@pytest.mark.parametrize(
+    ("durations", "best"),
+    [
+        ({(0, 2): [4], (0, 3): [4], (1, 2): [4], (1, 3): [4]}, 8),  # two permutations
+        ({(s, r): [1] for s in range(8) for r in range(8, 16)}, 8),  # a latin square
+        ({(0, 1): [1, 9, 1], (2, 3): [11]}, 11),
+        ({(0, 2): [9], (0, 3): [1], (1, 3): [9], (1, 2): [1]}, 10),  # slow messages together, fast ones together
+        ({(0, 3): [8], (1, 3): [2], (1, 4): [4], (2, 4): [1, 8]}, 13),  # so a receiver receives the slowest first,
+        ({(0, 4): [4], (1, 3): [2], (1, 4): [4], (2, 3): [4]}, 8),  # then from the sender with the most left,
+        ({(0, 3): [2, 2], (1, 3): [2], (1, 4): [1], (2, 4): [4]}, 6),  # not the one with the most at first
+        ({(0, 3): [1], (0, 5): [3], (1, 4): [3], (1, 5): [9]}, 12),  # receivers with the most left come first,
+        ({(0, 3): [4, 4], (0, 4): [2], (1, 4): [4], (1, 5): [8]}, 12),  # not those with the most at first
+        ({(0, 3): [5, 9], (3, 4): [2, 2]}, 14),  # rank 3 relays after it has received all of the first bucket
+        ({(0, 3): [2], (0, 4): [2, 2], (1, 3): [3]}, 6),  # no rank starts while it is busy
+    ],
+)
+def test_small_cases_are_optimal(durations: dict[RankPair, list[int]], best: int) -> None:
+    assert time_of(durations) == best
+
+
+def test_ranks_relay_while_others_still_receive_from_other_hosts() -> None:
+    """Eight leaders get an eighth each over slow links and relay it to seven others, as fast as the links allow."""
+    slow, fast, hosts = 90, 10, range(8, 16)
+    durations = {(rank - 8, rank): [slow] * 4 for rank in hosts}
+    durations |= {(leader, rank): [fast] * 4 for leader in hosts for rank in hosts if rank != leader}
+    after = {
+        (leader, rank, at): (leader - 8, leader, at)
+        for leader in hosts
+        for rank in hosts
+        if rank != leader
+        for at in range(4)
+    }
+    assert time_of(durations, after) == 4 * (slow + 7 * fast)
+
+
+@given(st.data())
+def test_invariants_of_random_rounds(data: st.DataObject) -> None:
+    """One bucket each way, pairs in order, relays after arrival, and never twice as slow as the busiest rank."""
+    senders, hosts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    leaders = range(senders, senders + hosts)
+    length = st.lists(st.integers(1, 50), min_size=1, max_size=4)
+    durations: dict[RankPair, list[int]] = {
+        (sender, to): data.draw(length) for sender in range(senders) for to in leaders if data.draw(st.booleans())
+    }
+    relayed = data.draw(st.booleans())
+    after = {}
+    if relayed:
+        for (sender, leader), buckets in list(durations.items()):
+            to = leader + hosts  # its own follower
+            first = len(durations.get((leader, to), []))
+            durations[leader, to] = [*durations.get((leader, to), []), *(max(1, one // 9) for one in buckets)]
+            after |= {(leader, to, first + at): (sender, leader, at) for at in range(len(buckets))}
+    ordered = list(order_rounds(durations, after))
+    assert Counter((s, r, at) for _, s, r, at in ordered) == Counter(
+        (s, r, at) for (s, r), buckets in durations.items() for at in range(len(buckets))
+    )
+    assert (
+        max(
+            [*Counter((n, s) for n, s, _, _ in ordered).values(), *Counter((n, r) for n, _, r, _ in ordered).values()],
+            default=1,
+        )
+        == 1
+    )
+    rounds = {(s, r, at): number for number, s, r, at in ordered}
+    assert all(rounds[s, r, at] < rounds[s, r, at + 1] for s, r, at in rounds if (s, r, at + 1) in rounds)
+    assert all(rounds[before] < rounds[bucket] for bucket, before in after.items())
+    numbers = [entry[0] for entry in ordered]
+    assert numbers == sorted(numbers) and set(numbers) == set(range(len(set(numbers))))
+    loads: dict[int, int] = defaultdict(int)
+    for (sender, to), buckets in durations.items():
+        loads[sender] += sum(buckets)
+        loads[to] += sum(buckets)
+    if not relayed:  # while a bucket waits, one of its ranks is busy
+        assert time_of(durations) <= max((loads[s] + loads[r] for s, r in durations), default=0)
+
+
+CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
+
+
+def plan_of(config: Config, replicas: int, hosts: list[int] | None) -> RefitPlan:
+    wanted = [vllm_weight_slices(config, VllmRank(2, rank)) for rank in range(2)] * replicas
+    layout = ParallelLayout(dp=2, ep=2)
+    return plan_refit(megatron_slices(config, layout), wanted, dtype="float32", hosts=hosts, bucket_bytes=8192)
+
+
+def test_a_byte_is_sent_to_each_host_once() -> None:
+    """Two engines of two ranks on one host, one on another: each host gets the model once, although ranks share norms."""
+    hosts = [0, 0, 1, 1, 1, 1, 2, 2]
+    plan = plan_of(CONFIG, 3, hosts)
+    unique = {(one.name, one.box) for rank in range(2) for one in vllm_weight_slices(CONFIG, VllmRank(2, rank))}
+    nbytes = 4 * sum(volume(box) for _, box in unique)
+    links = plan.summary().links
+    for host in (1, 2):
+        assert nbytes <= links[0, host] < 1.01 * nbytes  # alignment
+        assert f"  host   0 -> host {host}   {f'{links[0, host] / 1e6:,.3f} MB':>14}" in str(plan.summary())
+
+
+def test_relayed_weights_arrive() -> None:
+    plan = check_megatron_to_vllm(CONFIG, ParallelLayout(dp=2, ep=2), 2, 4, 4096, ranks_a_host=5, verify="checksum")
+    relays = [bucket for bucket in plan.buckets if bucket.source >= plan.sources]
+    assert relays
+    arrivals = {(group, bucket.destination): bucket.round for bucket in plan.buckets for group in bucket.groups}
+    for bucket in relays:
+        assert all(arrivals[group, bucket.source] < bucket.round for group in bucket.groups)
+
+
+def test_a_relaying_rank_has_staging_for_both_directions() -> None:
+    """The memory of bound ranks is at most what the summary says: two buckets of the limit, also for a rank that relays."""
+    layout = ParallelLayout(dp=2, ep=2)
+    plan = plan_of(CONFIG, 3, [0, 0, 1, 1, 1, 1, 2, 2])
+    weights = hf_weights(CONFIG)
+    tensors = [megatron_tensors(weights, CONFIG, layout, rank) for rank in range(2)]
+    tensors += [vllm_tensors(weights, CONFIG, 2, rank) for rank in range(2)] * 3
+    bound = [RefitRounds(plan.for_rank(rank), mine, MemoryChannel(rank, 8, {})) for rank, mine in enumerate(tensors)]
+    taken = [one.staging_bytes for one in bound]
+    largest = max(bucket.nbytes for bucket in plan.buckets)
+    assert 2 * largest < max(taken) <= plan.summary().staging_bytes <= 2 * 8192
+    boxes = replace(plan, mailboxes=True).summary().staging_bytes
+    assert plan.summary().staging_bytes < boxes <= plan.summary().staging_bytes + 2 * largest * 7
+
+
+def test_leaders_take_turns() -> None:
+    received = plan_of(model_config(hidden_size=64, vocab_size=4000), 4, [0, 0, *[1] * 8])
+    from_outside: dict[int, int] = defaultdict(int)
+    for bucket in received.buckets:
+        if bucket.source < received.sources:
+            from_outside[bucket.destination] += bucket.nbytes
+    counts = [from_outside[rank] for rank in range(2, 10)]
+    assert max(counts) <= 1.3 * sum(counts) / len(counts)
+
+
+def test_a_source_on_the_same_host_is_preferred() -> None:
+    plan = plan_of(model_config(), 2, [0, 1, 0, 0, 1, 1])
+    assert plan.summary().crossing == 0
+    assert not [bucket for bucket in plan.buckets if bucket.source >= plan.sources]
+
+
+def test_the_floor_is_that_of_the_busiest_link() -> None:
+    plan = plan_of(model_config(), 1, [0, 0, 1, 1])
+    summary = plan.summary()
+    worst = max(*summary.sent, *summary.received)
+    assert 0.999 * max(summary.sent) <= summary.floor_s * BETWEEN_HOSTS <= 1.001 * worst
+    assert "2 hosts: " in str(summary) and "GB/s between hosts" in str(summary)
+
+
+def test_a_wrong_number_of_hosts_is_rejected() -> None:
+    with pytest.raises(RefitPlanError, match="got 3 hosts for a refit of 4 ranks"):
+        plan_of(model_config(), 1, [0, 0, 1])
+
+
+def test_relays_keep_the_dtype_of_a_destination_that_casts() -> None:
+    """A float32 trainer and a bfloat16 engine: the second rank gets through the first what it would get directly."""
+    box = ((0, 8), (0, 4))
+    plan = plan_refit([[held(box)]], [[held(box)]] * 2, dtype="float32", hosts=[0, 1, 1])
+    weights = torch.randn(8, 4)
+    targets = [torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(2)]
+    run_refit(plan, [{"t": weights}, *({"t": target} for target in targets)], verify="checksum")
+    assert all(torch.equal(target, weights.bfloat16()) for target in targets)
+
+
+@pytest.mark.parametrize(("sources", "destinations"), [("ss", "abcb"), ("sso", "abba"), ("soosp", "abcbac")])
+def test_every_rank_sends_from_its_own_tensors(sources: str, destinations: str) -> None:
+    """Tensor names may differ per rank. Sent and relayed bytes come from the sender's own tensors."""
+    whole = held(((0, 64), (0, 8)))
+    sides = [[[replace(whole, tensor=name)] for name in names] for names in (sources, destinations)]
+    hosts = [0] * len(sources) + [1 + 2 * at // len(destinations) for at in range(len(destinations))]
+    weights, built = torch.randn(64, 8), [{name: torch.zeros(64, 8)} for name in destinations]
+    run_refit(
+        plan_refit(*sides, dtype="float32", bucket_bytes=512, hosts=hosts), [*({name: weights} for name in sources), *built]
+    )
+    assert all(torch.equal(tensor, weights) for tensors in built for tensor in tensors.values())

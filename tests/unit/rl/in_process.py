@@ -41,7 +41,7 @@ class InProcess:
     async def start(self) -> None:
         """Starts nothing."""
 
-    async def ask(self, columns: Sequence[Sequence[Any]], limit: Deadline | None = None) -> list[Any] | str:
+    async def ask(self, columns: Sequence[Sequence[Any]]) -> list[Any] | str:
         """Calls the function. Coroutines run in the loop of the runner, which all calls share."""
         given = [list(column) for column in columns]
         if is_coroutine(self._function) and not self._batched:

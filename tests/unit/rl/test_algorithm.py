@@ -23,7 +23,7 @@ from dagrl.rl.algorithm import algorithm_for, algorithm_of
 from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.trial import try_algorithm
 from dagrl.run.plans import ColumnPhases, column_phases
-from tests.unit.rl.test_token_losses import random_data
+from tests.unit.rl.test_losses import random_data
 
 REPOSITORY = Path(dagrl.__file__).parents[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,12 +152,12 @@ class TimedProcess:
         TimedProcess.now += 0.0 if self._alive else START_S
         self._alive = True
 
-    async def ask(self, columns: list[list[str]], limit: Deadline | None = None) -> list[float] | str:
+    async def ask(self, columns: list[list[str]]) -> list[float] | str:
         await self.start()
-        taken, deadline = sum(map(float, columns[1])), limit or self._deadline
-        TimedProcess.now += min(taken, deadline.seconds)
-        self._alive = taken <= deadline.seconds
-        return [1.0] * len(columns[1]) if self._alive else deadline.missed
+        taken = sum(map(float, columns[1]))
+        TimedProcess.now += min(taken, self._deadline.seconds)
+        self._alive = taken <= self._deadline.seconds
+        return [1.0] * len(columns[1]) if self._alive else self._deadline.missed
 
     async def close(self) -> None: ...
 
@@ -167,29 +166,17 @@ class TimedProcess:
 def timed(monkeypatch: pytest.MonkeyPatch) -> type[TimedProcess]:
     monkeypatch.setattr(TimedProcess, "now", 0.0)
     monkeypatch.setattr("dagrl.rl.functions.runner.FunctionProcess", TimedProcess)
-    monkeypatch.setattr("dagrl.rl.functions.runner.time", SimpleNamespace(monotonic=lambda: TimedProcess.now))
     return TimedProcess
 
 
-@pytest.mark.parametrize(
-    ("completions", "rewarded"),
-    [
-        (["inf"] * 8, [0.0] * 8),
-        (["inf"] * 100, [0.0] * 100),
-        (["inf"] * 7 + ["0.5"], [0.0] * 7 + [1.0]),  # a hanging sample gets its share of the 30 s left
-        (["0.5"] + ["inf"] * 7, [1.0] + [0.0] * 7),
-        (["0.5"] * 63 + ["inf"], [1.0] * 56 + [0.0] * 8),  # shares are at least a second, though 64 samples have 28 s
-        (["2"] * 8, [1.0] * 8),  # 16 s in total
-    ],
-)
-def test_a_call_ends_within_its_time(timed: type[TimedProcess], completions: list[str], rewarded: list[float]) -> None:
+def test_each_sample_of_a_failed_batch_has_the_time_of_a_call(timed: type[TimedProcess]) -> None:
     with RewardRunner(RewardConfig(function=f"{__name__}:length", timeout_s=10.0)) as runner:
-        actual = rewards_of(runner.submit([""] * len(completions), completions, [""] * len(completions)).result())
-    assert actual.values.tolist() == rewarded
-    assert timed.now <= START_S + 4 * 10.0 + START_S
+        actual = rewards_of(runner.submit([""] * 4, ["inf", "9", "inf", "0.5"], [""] * 4).result())
+    assert actual.values.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert timed.now == 4 * START_S + 3 * 10.0 + 9.5, "the batch, and two of its samples, hang until the deadline"
 
 
-def test_single_samples_have_no_time_for_the_whole_call(timed: type[TimedProcess]) -> None:
+def test_each_single_sample_has_its_time(timed: type[TimedProcess]) -> None:
     with RewardRunner(RewardConfig(function=f"{__name__}:single", batched=False, timeout_s=10.0)) as runner:
         actual = rewards_of(runner.submit([""] * 6, ["inf"] * 6, [""] * 6).result())
     assert actual.failed == 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.dispatch import LengthHistory
 from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
-from dagrl.rl.rollout.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.layout import ParallelLayout
@@ -77,6 +75,12 @@ class Bench:
         )
         self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, self.turns)
 
+    def ask(self, group: RolloutGroup) -> None:
+        """Asks the environment about sequences whose turn has ended."""
+        self.rollouts._groups[group.number] = group
+        ended = FinishedRequest(0, (), (), (), "stop")
+        self.turns.finish([((group, episode), ended) for episode in group.episodes])
+
     def finish(self) -> list[RolloutGroup]:
         """Runs all groups to their end."""
         complete: list[RolloutGroup] = []
@@ -121,6 +125,18 @@ def check_whole(episodes: Sequence[Episode]) -> None:
         assert episode.finish_reason in ("stop", "length")
 
 
+def report_by_rank(bench: Bench, tp: int) -> None:
+    """Makes a call return one answer per rank; only the first rank of a shard reports requests."""
+    layout, call = ParallelLayout(dp=bench.engines.layout.dp, tp=tp), bench.engines.call
+    first = {layout.shard(dp)[0]: dp for dp in range(layout.dp)}
+
+    def of_ranks(*words: Any, **keys: Any) -> list[Any]:
+        actual = call(*words, **keys)
+        return [actual[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
+
+    bench.engines.layout, bench.engines.call = layout, of_ranks  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_withdrawn_requests_continue_from_their_tokens(tp: int) -> None:
     bench = Bench()
@@ -139,43 +155,6 @@ def test_withdrawn_requests_continue_from_their_tokens(tp: int) -> None:
     assert [one.tokens[: len(tokens)].tolist() for one, tokens in zip(episodes, before, strict=True)] == before
 
 
-def report_by_rank(bench: Bench, tp: int) -> None:
-    """Makes a call return one answer per rank; only the first rank of a shard reports requests."""
-    layout, call = ParallelLayout(dp=bench.engines.layout.dp, tp=tp), bench.engines.call
-    first = {layout.shard(dp)[0]: dp for dp in range(layout.dp)}
-
-    def of_ranks(*words: Any, **keys: Any) -> list[Any]:
-        actual = call(*words, **keys)
-        return [actual[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
-
-    bench.engines.layout, bench.engines.call = layout, of_ranks  # type: ignore[method-assign]
-
-
-def test_a_snapshot_has_all_tokens_so_far_and_no_later_ones() -> None:
-    bench = Bench()
-    report_by_rank(bench, 2)
-    episodes = start_many(bench)
-    bench.rollouts.advance()
-    bench.rollouts.settle()
-    made = {request: len(held["made"]) for shard in bench.engines.requests for request, held in shard.items()}
-    copies = bench.rollouts.snapshot()
-    under_way = {copy.number for copy in copies}
-    assert all(copy.cohort == 3 for copy in copies) and under_way == bench.rollouts.numbers
-    by_seed = {copy.seed: copy for actual in copies for copy in actual.episodes}
-    running = [one for one in by_seed.values() if len(one.tokens) and not one.finish_reason]
-    assert sorted(len(one.tokens) for one in running) == sorted(made.values())
-    before = {seed: (one.tokens.tolist(), one.versions.tolist(), one.sampled.tolist()) for seed, one in by_seed.items()}
-    bench.engines.version = 1
-    bench.finish()
-    assert before == {
-        seed: (one.tokens.tolist(), one.versions.tolist(), one.sampled.tolist()) for seed, one in by_seed.items()
-    }
-    for episode in [one for one in episodes if one.seed in by_seed]:
-        tokens = before[episode.seed][0]
-        assert episode.tokens[: len(tokens)].tolist() == tokens
-    check_whole(episodes)
-
-
 def test_a_quantum_without_steps_brings_engines_to_rest() -> None:
     bench = Bench()
     start_many(bench)
@@ -191,11 +170,12 @@ def test_a_quantum_without_steps_brings_engines_to_rest() -> None:
 
 def test_aborted_groups_leave_engines_and_queue_and_finished_episodes_keep_their_reason() -> None:
     bench = Bench()
-    ended, one, other = begun(3, finish_reason="stop"), fresh(1), fresh(2)
+    ended, one, other = fresh(0), fresh(1), fresh(2)
     bench.rollouts.start(group(0, ended, *map(fresh, range(10, 20))))
     bench.rollouts.start(group(1, one, other))
     bench.rollouts.advance()
     bench.rollouts.settle()
+    ended.finish_reason = "stop"
     bench.rollouts.abort([0])
     assert bench.rollouts.numbers == {1} and ended.finish_reason == "stop"
     bench.finish()
@@ -207,17 +187,17 @@ def test_aborted_groups_leave_engines_and_queue_and_finished_episodes_keep_their
     assert last.finish_reason == ABORTED and not bench.rollouts.busy and not bench.rollouts.generating
 
 
-def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> None:
+def test_a_sequence_whose_turn_has_ended_is_sent_to_the_environment_and_not_generated() -> None:
     environment = ManualEnvironment()
-    bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
-    bench.rollouts.start(group(0, episode))
-    assert not bench.rollouts.generating and len(bench.turns.pending) == 1
+    bench, episode = Bench(environment), begun(2, turns=1)
+    bench.ask(group(0, episode))
+    assert not bench.rollouts.generating and len(bench.turns.awaited) == 1
     assert environment.calls[0][0] == [bench.run.inputs.tokenizer.decode(episode.tokens)]
     environment.answer(Reply("00"))
     assert bench.rollouts.advance() == [] and len(bench.batches) == IN_FLIGHT, "it is in the first quantum after the answer"
     assert bench.batches[0]["lengths"].tolist() == [len(PROMPT) + 2 + 2]
     bench.finish()
-    assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5].tolist() == [True, True, False, False, True]
+    assert episode.turns == 2 and episode.sampled[:5].tolist() == [True, True, False, False, True]
 
 
 def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
@@ -231,38 +211,10 @@ def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
     environment.answer(Reply(None), Reply(None, prompt=given), Reply(None, prompt=huge), Reply(None, FAILED, "it raised"))
     assert [actual.number for actual in bench.rollouts.advance()] == [1]
     assert bench.batches[0]["lengths"].tolist() == [2, 4]
-    assert own.opened and own.prompt is PROMPT and longer.prompt is given
+    assert own.prompt is PROMPT and longer.prompt is given
     assert too_long.finish_reason == FAILED and f"a prompt of {ROOM} tokens" in too_long.failure
     assert (failed.finish_reason, failed.failure, failed.tokens.tolist()) == (FAILED, "it raised", [])
     assert environment.closed == ["1/0"]
-
-
-def test_a_checkpoint_has_what_an_environment_gave(tmp_path: Path) -> None:
-    given = replace(PROMPT, text="2+", tokens=np.array([6, 5, 5]), messages=({"role": "user", "content": "2+"},))
-    episode = begun(2, opened=True, turns=1)
-    episode.prompt, episode.replies = given, ["3+", [{"role": "user", "content": "4+"}]]
-    waiting = fresh(3)
-    waiting.awaiting = True
-    write_trajectories(tmp_path, [SavedGroup(group(0, episode, waiting), 0, True)], {}, {})
-    saved = read_trajectories(tmp_path)
-    assert saved is not None
-    actual, unopened = saved.groups[0].group.episodes
-    assert actual.opened and actual.prompt.text == "2+" and actual.prompt.tokens.tolist() == [6, 5, 5]
-    assert list(actual.prompt.messages) == [{"role": "user", "content": "2+"}]
-    assert actual.replies == episode.replies, "later replies are rendered with them"
-    assert not unopened.opened and not len(unopened.prompt), "the data have it"
-    environment = ManualEnvironment(opens=True)
-    bench = Bench(environment)
-    unopened.prompt = PROMPT
-    bench.rollouts.start(group(0, actual, unopened))
-    assert [texts for texts, _ in environment.calls] == [["reset"]] and bench.rollouts.generating
-
-
-def test_an_awaiting_sequence_ends_if_the_run_has_no_environment() -> None:
-    bench, episode = Bench(), begun(2, awaiting=True, turns=1)
-    bench.rollouts.start(group(0, episode))
-    assert [actual.number for actual in bench.rollouts.settle()] == [0] and not bench.batches
-    assert (episode.finish_reason, episode.awaiting, episode.tokens.tolist()) == ("stop", False, [4, 4])
 
 
 def test_the_overhead_of_quanta_is_recorded() -> None:
@@ -280,21 +232,20 @@ def test_the_overhead_of_quanta_is_recorded() -> None:
 
 
 def test_settle_collects_finished_answers() -> None:
-    """A checkpoint then does not save their questions as open."""
     environment = ManualEnvironment()
-    bench, ends, fails, goes_on = Bench(environment), *(begun(2, awaiting=True, turns=1) for _ in range(3))
-    bench.rollouts.start(group(0, ends, fails, goes_on))
+    bench, ends, fails, goes_on = Bench(environment), *(begun(2, turns=1) for _ in range(3))
+    bench.ask(group(0, ends, fails, goes_on))
     environment.answer(Reply(None), Reply(None, FAILED, "it raised"), Reply("0"))
     assert bench.rollouts.settle() == []
-    assert not any(episode.awaiting for episode in (ends, fails, goes_on)) and not bench.turns.pending
+    assert not bench.turns.awaited
     assert (ends.finish_reason, fails.finish_reason, fails.failure) == ("stop", FAILED, "it raised")
     assert goes_on.tokens.tolist() == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
 
 
 def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
     environment = ManualEnvironment()
-    bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
-    bench.rollouts.start(group(0, episode))
+    bench, episode = Bench(environment), begun(2, turns=1)
+    bench.ask(group(0, episode))
     bench.rollouts.abort([0])
     environment.answer(Reply("00"))
     bench.rollouts.settle()
@@ -304,17 +255,17 @@ def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
 def test_questions_are_split_over_the_environment_processes() -> None:
     environment = ManualEnvironment(workers=3)
     bench = Bench(environment)
-    bench.rollouts.start(group(0, *(begun(count, awaiting=True, turns=1) for count in (1, 2, 3, 4))))
+    bench.ask(group(0, *(begun(count, turns=1) for count in (1, 2, 3, 4))))
     assert [[len(text) for text in texts] for texts, _ in environment.calls] == [[1, 4], [2], [3]]
-    bench.rollouts.start(group(1, begun(1, awaiting=True, turns=1)))
+    bench.ask(group(1, begun(1, turns=1)))
     assert len(environment.calls) == 4, "no call about nothing"
 
 
 @pytest.mark.parametrize(("words", "reason"), [(ROOM - 2 - 5, "length"), (ROOM - 2 - 5 - 1, "")])
 def test_an_answer_that_fills_the_context_ends_the_sequence(words: int, reason: str) -> None:
     environment = ManualEnvironment()
-    bench, episode = Bench(environment), begun(5, awaiting=True, turns=1)
-    bench.rollouts.start(group(0, episode))
+    bench, episode = Bench(environment), begun(5, turns=1)
+    bench.ask(group(0, episode))
     environment.answer(Reply("0" * words))
     bench.rollouts.settle()
     assert episode.finish_reason == reason
@@ -353,8 +304,8 @@ def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
     bench.rollouts.settle()
     lengths = [len(episode.tokens) for episode in episodes]
     assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
-    answered = [episode for episode in episodes if episode.awaiting]
-    cut = [episode.finish_reason for episode in episodes if not episode.awaiting]
+    answered = [episode for episode in episodes if not episode.finish_reason]
+    cut = [episode.finish_reason for episode in episodes if episode.finish_reason]
     assert answered and cut and set(cut) == {"length"}, "the environment has nothing to say to half a turn"
     before = [len(episode.tokens) for episode in answered]
     while environment.calls:

@@ -25,7 +25,6 @@ from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.media import RolloutMedia
 from dagrl.rl.rollout.agent_turns import set_conversations
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, token_rows
-from dagrl.rl.rollout.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.rl.tools import Call, Calls
 from tests.unit.data.processors import FAMILIES, Family, processor_of
@@ -151,12 +150,6 @@ def test_a_screen_after_each_action_has_the_tokens_of_the_processor(family: Fami
     spaced = "Idefics3" in family.name  # its template puts a space before a turn's text, which the policy samples
     assert episode.renders_again is not spaced and episode.turn_rewards == [1.0] * 3
     assert (episode.media[episode.sampled] == 0).all()
-    write_trajectories(tmp_path, [SavedGroup(RolloutGroup(0, 0, [episode]), 0, True)], {}, {})
-    saved = read_trajectories(tmp_path)
-    assert saved is not None
-    (again,) = saved.groups[0].group.episodes
-    for name, column in token_rows([episode], media=True).fields.items():
-        np.testing.assert_array_equal(token_rows([again], media=True)[name], column)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dagrl.errors import ConfigError, RunError
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup
-from dagrl.rl.rollout.trajectory_file import NO_PROMPT, SavedGroup, read_trajectories, write_trajectories
 from dagrl.rl.routed_experts import MISSING, RoutedLayers, field_bytes, field_of, join_records, routed_layers
 from dagrl.runtime.edges.packet import encoded
 from dagrl.runtime.shapes import Batch, Bucket, Field, check_batch, field_types
@@ -67,19 +64,3 @@ def test_sizes_are_read_from_the_model(keys: dict[str, int], experts: int) -> No
 def test_a_dense_model_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'qwen3' has no experts to replay"):
         routed_layers({"model_type": "qwen3", "num_hidden_layers": 4})
-
-
-def test_checkpoints_keep_records(tmp_path: Path) -> None:
-    episodes = [
-        Episode(NO_PROMPT, 1, 8, tokens=[5, 6], logprobs=[-1.0, -1.0], versions=[0, 0], sampled=[True, True]),
-        Episode(NO_PROMPT, 2, 8),
-        Episode(NO_PROMPT, 3, 8, tokens=[7], logprobs=[-1.0], versions=[0], sampled=[True]),
-    ]
-    episodes[0].experts, episodes[2].experts = record(4, seed=1), record(2, seed=2)
-    write_trajectories(tmp_path, [SavedGroup(RolloutGroup(0, 0, episodes), 0, whole=True)], {}, {})
-    saved = read_trajectories(tmp_path)
-    assert saved is not None
-    actual = [episode.experts for episode in saved.groups[0].group.episodes]
-    assert actual[1] is None
-    for index in (0, 2):
-        np.testing.assert_array_equal(actual[index], episodes[index].experts)

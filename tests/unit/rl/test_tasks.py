@@ -1,16 +1,27 @@
-"""The tasks: correct answers, held-out prompts, and the mix of demonstrations."""
+"""The tasks of examples, recipes and standard sets: correct answers, held-out prompts, and how answers are marked."""
 
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from dagrl.config import EvaluationConfig
 from dagrl.data import Example
-from dagrl.rl.tasks import COLOURS, NUMBERS, arithmetic, shapes
+from dagrl.data.media import MediaProcessor, load_processor
+from dagrl.data.tokenization import encode_prompts
+from dagrl.errors import ConfigError, DataError
+from dagrl.rl.benchmarks import BENCHMARKS, load_sets, option_chosen, rewards_of_sets
+from dagrl.rl.tasks import CELL, COLOURS, NUMBERS, SIDE, arithmetic, shapes
+from recipes.gemma3_270m.tasks import PROMPT, final_answer, prepare, stories
+from recipes.shapes.make import make
 
 
 def operands(example: Example) -> tuple[int, int]:
@@ -84,3 +95,117 @@ def test_answers_name_what_is_drawn() -> None:
     right = {example.media[0].id: example.response for example in splits.train}
     shares = Counter(example.response == right[example.media[0].id] for example in splits.demonstrations)
     assert shares == {True: 80, False: 120}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_solutions_of_stories_are_right(steps: int) -> None:
+    splits = stories(steps, count=200, held_out=50)
+    assert not {one.prompt for one in splits.train} & {one.prompt for one in splits.validation}
+    for example in (*splits.train, *splits.validation):
+        calculations = re.findall(r"=<<([0-9+*/-]+)=(\d+)>>(\d+)", example.response)
+        assert len(calculations) == steps
+        assert all(eval(formula) == int(result) == int(again) for formula, result, again in calculations)  # noqa: S307
+        assert example.response.endswith(f"\n#### {calculations[-1][1]}")
+        told = set(re.findall(r"\d+", example.prompt))
+        named = {number for formula, *_ in calculations for number in re.findall(r"\d+", formula)}
+        results = {result for _, result, _ in calculations}
+        assert named <= told | results | {"2", "3", "4", "5"}  # half, triples, a fifth
+    assert final_answer([example.prompt], [example.response], [example.response]) == [{"right": 1.0, "format": 1.0}]
+
+
+def test_the_same_seed_makes_the_same_stories() -> None:
+    assert stories(2, 20, 5) == stories(2, 20, 5) != stories(2, 20, 5, seed=1)
+    with pytest.raises(ValueError, match="expected: at least 1 each"):
+        stories(0)
+
+
+def test_gsm8k_is_cut_before_its_last_results(tmp_path: Path) -> None:
+    answer = "It sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": "How many?", "answer": answer}) + "\n")
+    prepare(tmp_path, tmp_path / "out")
+    begins = {"train": " It", "one_left": "72>>72", "two_left": "24>>24"}
+    begins |= {"test": " It", "test_one_left": "72>>72", "test_two_left": "24>>24"}
+    for file, begin in begins.items():
+        (row,) = map(json.loads, (tmp_path / "out" / f"{file}.jsonl").read_text().splitlines())
+        assert row["prompt"].startswith(PROMPT.format("How many?")) and row["response"].startswith(begin)
+        assert (row["prompt"] + row["response"]).endswith(f" {answer}")
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3"])
+def test_an_image_of_shapes_has_a_token_for_each_cell(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    make(family, tmp_path, seed=0)
+    processor = MediaProcessor(load_processor(tmp_path))
+    (prompt,) = encode_prompts(shapes(1, 0, demonstrations_per_prompt=1).train, processor.tokenizer, processor)
+    assert prompt.media is not None and np.count_nonzero(prompt.media.tokens) == (SIDE // CELL) ** 2
+    assert len(prompt.tokens) <= AutoConfig.from_pretrained(tmp_path).get_text_config().max_position_embeddings
+
+
+OPTIONS = {"Correct Answer": "4", "Incorrect Answer 1": "3", "Incorrect Answer 2": "5", "Incorrect Answer 3": "22"}
+ROWS = {
+    "gsm8k": {"question": "What is 2+2?", "answer": "It is <<2+2=4>>4.\n#### 4"},
+    "math500": {"problem": "What is 2+2?", "solution": "It is $\\boxed{4}$.", "answer": "4", "level": 1},
+    "aime24": {"problem": "What is 2+2?", "answer": "4"},
+    "aime25": {"Problem": "What is 2+2?", "Answer": 4},
+    "mmlu_pro": {"question": "What is 2+2?", "options": ["3", "4", "5"], "answer": "B", "answer_index": 1},
+    "gpqa_diamond": {"Question": "What is 2+2?", **OPTIONS},
+    "ifeval": {"prompt": "What is 2+2?", "key": 1, "instruction_id_list": [], "kwargs": []},
+}
+
+
+def written(tmp_path: Path, name: str, row: object) -> str:
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    return f"{name}={path}"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_row_becomes_a_prompt_and_its_answer(name: str, tmp_path: Path) -> None:
+    (example,) = load_sets(EvaluationConfig(sets=(written(tmp_path, name, ROWS[name]),)))
+    assert example.prompt.startswith("What is 2+2?") and example.task == name and example.columns == ROWS[name]
+    if name in ("mmlu_pro", "gpqa_diamond"):
+        lines = dict(line.split(". ", 1) for line in example.prompt.splitlines() if line[1:2] == ".")
+        assert lines[example.response] == "4" and len(lines) == (3 if name == "mmlu_pro" else 4)
+    elif name != "ifeval":
+        assert example.response.endswith("4") and "\\boxed{}" in example.prompt
+    assert list(rewards_of_sets(EvaluationConfig(sets=(name,)), 1).functions) == [name]
+
+
+def test_prompts_may_be_written_as_a_model_knows_them(tmp_path: Path) -> None:
+    sets = (written(tmp_path, "gsm8k", ROWS["gsm8k"]), written(tmp_path, "aime24", ROWS["aime24"]))
+    examples = load_sets(EvaluationConfig(sets=sets, prompt="Question: {question}\nAnswer:"))
+    assert [example.prompt for example in examples] == ["Question: What is 2+2?\nAnswer:"] * 2
+
+
+def test_unknown_sets_and_columns_are_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no set 'gsm9k'; expected: gsm8k, math500"):
+        load_sets(EvaluationConfig(sets=("gsm9k",)))
+    wrong = written(tmp_path, "gsm8k", {"frage": "2+2?"})
+    with pytest.raises(
+        DataError, match=r"gsm8k.jsonl, line 1 has no column 'question'; found: frage; expected: those of openai"
+    ):
+        load_sets(EvaluationConfig(sets=(wrong,)))
+
+
+@pytest.mark.parametrize("prompt", ["no question", "{question} {other}", "{question", "{0}"])
+def test_a_prompt_needs_its_question(prompt: str) -> None:
+    with pytest.raises(ValueError, match=r"a text with \{question\}"):
+        EvaluationConfig(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    "completion, letter",
+    [
+        ("The answer is (C).", "C"),
+        ("A is wrong. So \\boxed{C}", "C"),
+        ("\\boxed{A}? No: $\\boxed{\\text{B}}$", "B"),
+        ("Answer: **D**", "D"),
+        (" J.\n", "J"),
+        ("the answer is that Cats bark", ""),
+        ("I think C", ""),
+    ],
+)
+def test_the_last_choice_counts(completion: str, letter: str) -> None:
+    assert option_chosen([""] * 10, [completion] * 10, list("ABCDEFGHIJ")) == [float(letter == one) for one in "ABCDEFGHIJ"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
 
 
@@ -46,54 +44,20 @@ def test_a_skipped_version_drops_groups_that_are_too_old() -> None:
 
 
 def test_a_smaller_maximum_age_keeps_groups_that_can_still_be_trained() -> None:
-    """A run of age 3 started 4 groups with version 0; its successor of age 1, at version 1, reaches one of them in time."""
+    """A run of age 3 started 4 groups; its successor of age 1 reaches two of them in time."""
     buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1)
     buffer.next_number = 4
     for number in range(4):
-        buffer.restart(number, version=0)
+        buffer.restart(number)
     buffer.finish(2, "finished")
-    assert buffer.advance(1) == [0, 1, 3]
-    assert buffer.dropped == {TOO_OLD: 3}
+    assert buffer.advance(1) == [1, 3]
+    assert buffer.dropped == {TOO_OLD: 2}
     assert [group.number for group in buffer.take() or ()] == [2]
 
 
-@pytest.mark.parametrize(
-    ("per_step", "age", "restarted", "taken"),
-    [
-        (1, 2, {11: 7, 10: 6}, [(10, 6)]),
-        (1, 1, {10: 7, 11: 6}, [(11, 6)]),  # 11 is due now; taking 10 instead would block
-        (2, 1, {12: 7, 10: 7, 11: 6}, [(10, 7), (11, 6)]),
-    ],
-    ids=["with their ages", "the oldest version first", "of one version by number"],
-)
-def test_restarted_groups_keep_their_number_and_their_age(
-    per_step: int, age: int, restarted: dict[int, int], taken: list[tuple[int, int]]
-) -> None:
-    """A resumed run may restart a group later than its number suggests."""
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(per_step, age, version=7)
-    buffer.next_number = 13
-    for number, version in restarted.items():
-        buffer.restart(number, version)
-        buffer.finish(number, "")
-    assert [(group.number, group.version) for group in buffer.take() or ()] == taken
-
-
-def test_finished_and_untrained_groups_are_listed_by_number() -> None:
+def test_finished_groups_are_listed_by_number() -> None:
     buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=2)
     for number in reversed([buffer.start() for _ in range(3)]):
         buffer.finish(number, "")
     assert [group.number for group in buffer.take() or ()] == [0]
     assert [group.number for group in buffer.finished()] == [1, 2]
-    assert [group.number for group in buffer.untrained()] == [0, 1, 2], "the step on 0 is not done"
-
-
-def test_the_latest_due_group_is_dropped_even_if_finished() -> None:
-    """One group per step, ages up to 1, at version 1: of one group due now and two due next, training reaches two."""
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1)
-    buffer.next_number = 4
-    for number, version in ((0, 1), (1, 1), (2, 0)):
-        buffer.restart(number, version)
-    for number in (0, 1):
-        buffer.finish(number, "")
-    assert buffer.advance(1) == [], "2 still generates, and is kept"
-    assert buffer.untrained()[0].number == 0 and buffer.dropped == {TOO_OLD: 1}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -449,7 +448,8 @@ class Run:
             with (
                 patch.object(experience, "wait", self.world.wait),
                 Environment(self.world) if self.config.environment.enabled else nullcontext() as environment,
-                Experience(
+            ):
+                self.experience = Experience(
                     self.config,
                     prompts,
                     engines,
@@ -458,20 +458,13 @@ class Run:
                     cast(Any, Stop(self)),
                     version=self.session.step,
                     marks=cast(Any, self.marks),
-                ) as self.experience,
-            ):
-                self.checkpoints.parts.append(self.experience.save)
+                )
                 train_grpo(self.session, stage, self.experience, cast(Any, Trainer(self)))
         except StopRequestedError:
             return self.session.checkpoints.state
         finally:
             reward.closed = True
         return None
-
-    def save(self, directory: Path) -> None:
-        """Writes the unfinished groups as a checkpoint does."""
-        for write in self.checkpoints.parts:
-            write(directory)
 
     def train_on(self, groups: Sequence[ScoredGroup], step: int) -> Learned:
         self.trained[step] = list(groups)

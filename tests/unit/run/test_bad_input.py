@@ -24,7 +24,6 @@ from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits, open_sampler
 from dagrl.data.tokenization import digest_of
 from dagrl.errors import UserError
-from dagrl.machine import Gpu
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.run.preflight import preflight
@@ -134,8 +133,6 @@ policy.peft={enabled: true, target_modules: [q_proj, layers.2.mlp.up_proj]} ->
     has 'layers.2.mlp.up_proj' ... or the end of a longer name such as 'model.layers.0.self_attn.q_proj'
 policy.peft={enabled: true, adapter_path: nowhere} ->
     cannot read ... adapter_config.json ... policy.peft.adapter_path must be a directory that PEFT or dagrl wrote
-DDP={overlap_grad_reduce: true, overlap_param_gather: true}; MEGATRON.use_distributed_optimizer=true; LORA.enabled=true ->
-    overlap_param_gather is true, and peft.enabled
 seed=4294967296 -> seed (command line) ... expected: less than 4294967296
 policy.scheduler.lr_warmup_init=1; sft.lr=2 ->
     policy.scheduler.lr_warmup_init is 1, above policy.optimizer.lr 1e-06 ... or less
@@ -238,11 +235,6 @@ grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 ->
     grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions
 algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; grpo.use_dynamic_sampling=true ->
     grpo ( ... num_generations_per_prompt is 1, but use_dynamic_sampling drops
-ppo.kl_in_reward=true -> ppo.kl_in_reward is true, but algorithm grpo has no critic
-algorithm=ppo; ppo.kl_in_reward=true; loss_fn.force_on_policy_ratio=true ->
-    ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true
-algorithm=ppo; ppo.kl_in_reward=true; loss_fn.reference_policy_kl_penalty=0 ->
-    ppo.kl_in_reward is true, but algorithm ppo does not read 'reference_logprobs' ... _kl_penalty above 0
 algorithm=ppo; critic.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
     critic.train_global_batch_size 8 is not divisible by data_parallel_size 3
 algorithm=ppo; critic.train_global_batch_size=6 -> 16 samples, not a multiple of critic.train_global_batch_size 6
@@ -272,10 +264,6 @@ policy.generation.vllm_kwargs={speculative_config: {method: ngram}}; policy.gene
     vllm_kwargs.speculative_config is set ... one token at a time ... remove it
 cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
     cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
-DDP={overlap_grad_reduce: true, overlap_param_gather: true} ->
-    overlap_param_gather is true ... use_distributed_optimizer=true
-DDP.overlap_param_gather=true; MEGATRON.use_distributed_optimizer=true ->
-    overlap_param_gather is true ... overlap_grad_reduce=true
 MEGATRON.cuda_graphs=true; cluster.num_gpus=0 ->
     MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
 output_dir=/proc/x -> output_dir /proc/x: cannot write in /proc
@@ -323,11 +311,7 @@ data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers
     HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
 data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
     HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
-DDP={overlap_grad_reduce: true, overlap_param_gather: true}; MEGATRON.use_distributed_optimizer=true; MIXTURE ->
-    DDP.overlap_param_gather is true ... the model has experts
-MEGATRON.moe_aux_loss_coeff=0.01; MIXTURE ->
-    moe_router_load_balancing_type is 'none' ... moe_aux_loss_coeff 0.01 ... set both
-MEGATRON.moe_z_loss_coeff=0.01 -> moe_z_loss_coeff is set, but the model has no experts ... set both to 0
+MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
 MEGATRON.moe_router_bias_update_rate=0.001; MIXTURE ->
     moe_router_bias_update_rate is 0.001 ... qwen3_moe models have no expert bias ... set it to 0
 MEGATRON.moe_router_bias_update_rate=0.001; LORA.enabled=true; BIASED ->
@@ -442,23 +426,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return code, capsys.readouterr().err
 
     return train
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "message"),
-    [
-        ("tensorwise", (8, 0), "fp8_cfg.enabled is true ... NVIDIA G has 8.0. Set it to false"),
-        ("blockwise", (9, 0), "fp8_cfg.fp8_recipe is blockwise ... it is not installed: install transformer_engine"),
-        ("blockwise", (10, 0), "fp8_cfg.fp8_recipe is blockwise ... (Hopper); NVIDIA G has 10.0. Set it to tensorwise"),
-    ],
-)
-def test_gpus_that_cannot_multiply_in_float8(
-    recipe: str, capability: tuple[int, int], message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dagrl.run.preflight.gpus", lambda: [Gpu("GPU-a", "NVIDIA G", 81920, "580", capability)])
-    monkeypatch.setattr("dagrl.config.kernel_checks.engine_version", lambda: "2.20.2" if capability[0] > 9 else None)
-    words = f"{MEGATRON}.fp8_cfg={{enabled: true, fp8_recipe: {recipe}}}", "policy.precision=bfloat16", "cluster.num_gpus=2"
-    check(run(*words), message, tmp_path / "runs")
 
 
 def check(result: tuple[int, str], message: str, runs: Path) -> None:

@@ -14,8 +14,8 @@ from dagrl.cli.main import main
 from dagrl.config.file import load_run_config
 from dagrl.errors import ConfigError
 from dagrl.rl.generation import FinishedRequest, pack_generated
-from dagrl.run.certify import BOUNDS, BOUNDS_FILE, END, START, TAPE, Certificate, PhaseReport, compare, measured
-from dagrl.run.tape import Entry, read_tape, values_of, write_tape
+from dagrl.run.certify import BOUNDS, BOUNDS_FILE, END, START, TAPE, Bounds, Certificate, PhaseReport, compare, measured
+from dagrl.run.tape import Entry, Tape, read_tape, values_of, write_tape
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.train.digest import digest
@@ -38,6 +38,17 @@ def metrics(**values: float) -> dict[str, Any]:
 def compared(old: list[tuple[str, Any]], new: list[Any]) -> dict[str, PhaseReport]:
     entries = [Entry(phase, None, result=result) for phase, result in old]
     return {report.phase: report for report in compare(entries, new, F32)}
+
+
+def requests(*greedy: int) -> Batch:
+    """The input of a quantum with requests 0, 1, ..., which take the likeliest tokens or draw them."""
+    fields = {"lengths": np.ones(len(greedy)), "request_ids": np.arange(len(greedy)), "greedy": np.array(greedy)}
+    return Batch({**fields, "max_new_tokens": np.full(len(greedy), 200)}, {"engine_steps": (16,)})
+
+
+def generated(sent: Batch, old: dict[str, Any], new: dict[str, Any], bounds: Bounds = F32) -> PhaseReport:
+    (report,) = compare([Entry("generate", sent, None, old)], [new], bounds)
+    return report
 
 
 def test_a_tape_is_read_back(tmp_path: Path) -> None:
@@ -66,10 +77,19 @@ def test_a_tape_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_quantum_takes_the_recorded_engine_steps_whatever_the_clock_says() -> None:
-    batch = Batch({"lengths": np.array([2])}, {"engine_steps": (16,), "seconds": 0.5})
-    again = Entry("generate", batch, None, quantum(request(1, [5]), steps=7)).again()
-    assert again.scalars == {"engine_steps": (7,)} and again.fields is batch.fields
-    assert Entry("train_step", batch, None, metrics(loss=1.0)).again() is batch
+    batch = requests(0, 0).with_scalars(seconds=0.5)
+    again = Entry("generate", batch, None, quantum(request(1, [5]), steps=7)).again({1: 1})
+    assert again.scalars == {"engine_steps": (7,)}
+    assert again["max_new_tokens"].tolist() == [200, 1], "a request ends at its recorded length at the latest"
+    assert Entry("train_step", batch, None, metrics(loss=1.0)).again({}) is batch
+
+
+def test_every_second_recorded_request_takes_the_likeliest_tokens() -> None:
+    tape: Any = Tape.__new__(Tape)
+    assert tape.adapted(requests(0, 0, 0, 1))["greedy"].tolist() == [1, 0, 1, 1]
+    assert tape.adapted(7) == 7
+    tokens = Batch({"lengths": np.array([2])}, {})
+    assert tape.adapted(tokens) is tokens
 
 
 def test_one_bit_is_within_the_bound_and_a_changed_number_is_not() -> None:
@@ -121,46 +141,62 @@ def test_the_first_value_beyond_its_bound_is_named() -> None:
 
 
 def test_requests_are_compared_over_quanta_up_to_the_first_other_token() -> None:
-    old = [("generate", quantum(request(1, [5, 6, 7]))), ("generate", quantum(request(2, [8, 9])))]
-    whole = [quantum(), quantum(request(2, [8, 9]), request(1, [5, 6, 7]))]
-    report = compared(old, whole)["generate"]
+    entries = [
+        Entry("generate", requests(1, 1, 1), None, quantum(request(1, [5, 6, 7]))),
+        Entry("generate", requests(), None, quantum(request(2, [8, 9]))),
+    ]
+
+    def again(*quanta: Any) -> PhaseReport:
+        (report,) = compare(entries, quanta, F32)
+        return report
+
+    report = again(quantum(), quantum(request(2, [8, 9]), request(1, [5, 6, 7])))
     assert report.verdict == "equal" and report.values >= 5
-    other = [quantum(request(1, [5, 4, 7], -1.0)), quantum(request(2, [8, 9]))]
-    report = compared(old, other)["generate"]
-    assert report.verdict == "differs" and report.first == "token 1 of request 1 was 6, and is now 4"
+    assert again(quantum(request(1, [5, 6, 7])), quantum()).first.startswith("number of tokens of request 2")
+    drifted = again(quantum(request(1, [5, 6, 7], -1.001)), quantum(request(2, [8, 9])))
+    assert drifted.first.startswith("logprobs of request 1 at [0]")
+
+
+def test_another_likeliest_token_is_within_the_bound_only_if_it_is_as_likely() -> None:
+    def chosen(token: int, logprob: float) -> dict[str, Any]:
+        return quantum(FinishedRequest(0, [5, token, 7], [-1.0, logprob, -1.0], [0, 0, 0], "stop"))
+
+    report = generated(requests(1), chosen(6, -2.0), chosen(4, -2.00005))
+    assert (report.verdict, report.first) == ("within", "token 1 of request 0 was 6, and is now 4")
     assert report.unequal == 1, "what follows another token is not compared"
-    assert compared(old, [quantum(request(1, [5, 6, 7])), quantum()])["generate"].first.startswith(
-        "number of tokens of request 2"
-    )
-    drifted = [quantum(request(1, [5, 6, 7], -1.001)), quantum(request(2, [8, 9]))]
-    assert compared(old, drifted)["generate"].first.startswith("logprobs of request 1 at [0]")
+    report = generated(requests(1), chosen(6, -2.0), chosen(4, -1.9))
+    assert report.verdict == "differs" and report.largest == pytest.approx(1000, rel=1e-3)
 
 
-def test_another_sampler_is_told_from_other_log_probabilities() -> None:
-    """Three requests, two of them with one prompt: what one engine drew for the first, the other drew for the second."""
-    fields = {
-        "request_ids": np.array([1, 2, 3]),
-        "lengths": np.array([1, 1, 2]),
-        "tokens": np.array([[9, 0], [9, 0], [9, 8]]),
-    }
-    old = quantum(request(1, [5, 6], -1.0), request(2, [4, 7], -2.0), request(3, [5], -3.0))
-    new = quantum(request(1, [4, 6], -2.0), request(2, [5, 7], -1.0), request(3, [4], -3.5))
-    [report] = compare([Entry("generate", Batch(fields, {}), None, old)], [new], F32)
-    assert report.verdict == "differs" and report.draws.startswith("2 tokens drawn by both after the same text")
-    assert report.draws.endswith("differ by at most 0")
+@pytest.mark.parametrize(("sharpness", "verdict"), [(1.0, "within"), (8.0, "differs"), (0.2, "differs")])
+def test_a_sampler_that_draws_other_numbers_is_told_from_one_that_draws_from_another_distribution(
+    sharpness: float, verdict: str
+) -> None:
+    """A right sampler draws from p, others from p to the power of `sharpness`. The engine's log-probabilities are right."""
+    generator = np.random.default_rng(0)
+    logprobs = np.log(generator.dirichlet(np.ones(12), 40))
+    every = [(logprobs[number], np.exp(sharpness * logprobs[number])) for number in range(40)]
+
+    def drawn(tokens: list[int]) -> dict[str, Any]:
+        likeliest = request(40, [3, 4])
+        return quantum(likeliest, *(request(n, [token], float(logprobs[n, token])) for n, token in enumerate(tokens)))
+
+    old = drawn([int(generator.choice(12, p=np.exp(row))) for row in logprobs])
+    new = drawn([int(generator.choice(12, p=power / power.sum())) for _, power in every])
+    report = generated(requests(*[0] * 40, 1), old, new)
+    assert report.verdict == verdict
+    assert "of 40 sampled requests draw other tokens" in report.draws
+    assert ("less likely" in report.draws) == (sharpness < 1) or sharpness == 1
     assert report.draws in certificate_text(Certificate("mine", {}, [report]))
-    other = quantum(request(1, [4, 6], -2.5), request(2, [5, 7], -1.0), request(3, [5], -3.5))
-    [report] = compare([Entry("generate", Batch(fields, {}), None, old)], [other], F32)
-    assert report.draws.startswith("3 tokens") and report.draws.endswith("at most 0.5")
 
 
 def test_few_other_draws_are_within_the_bound_of_rounded_log_probabilities() -> None:
     tokens = list(range(100))
-    old = [("generate", quantum(*(request(number, tokens) for number in range(4))))]
-    new = [quantum(request(0, [*tokens[:-1], 7]), *(request(number, tokens) for number in range(1, 4)))]
-    entries = [Entry(*old[0][:1], None, result=old[0][1])]
-    assert compare(entries, new, BOUNDS["bfloat16"])[0].verdict == "within"
-    assert compare(entries, new, F32)[0].verdict == "differs"
+    old = quantum(*(request(number, tokens) for number in range(4)))
+    new = quantum(request(0, [*tokens[:-1], 7]), *(request(number, tokens) for number in range(1, 4)))
+    report = generated(requests(0, 0, 0, 0), old, new, BOUNDS["bfloat16"])
+    assert report.verdict == "within" and not report.draws and report.largest < 0.1
+    assert generated(requests(0, 0, 0, 0), old, new).draws
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,6 +247,8 @@ def test_golden_runs_of_this_release_can_be_read() -> None:
         assert (config.policy.generation is None) == ("generate" not in phases)
         results = [item for entry in entries for item in entry.result.items()]
         several[run.name] = any(name.endswith("of train worker 1") for name, _ in results)
+        sent = [entry.value["greedy"] for entry in entries if entry.phase == "generate" and "greedy" in entry.value.fields]
+        assert not sent or 0 < np.concatenate(sent).mean() < 1, "requests that draw, and others that do not"
         crossing = any(name.startswith("versions of") and len(set(column.tolist())) > 1 for name, column in results)
         assert crossing == (run.name == "grpo_async"), "a request across two versions of the weights"
     assert several.pop("sft_tp2") and not any(several.values())

@@ -14,7 +14,7 @@ from dagrl.config import Config
 from dagrl.errors import CheckpointError
 from dagrl.files import FileEntry
 from dagrl.run.checkpoint_store import MANIFEST, SMALL_FILE_BYTES, CheckpointStore, TrainState
-from dagrl.run.checkpoints import Checkpoints, DriverPart, load_role
+from dagrl.run.checkpoints import Checkpoints, load_role
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.unit.run.saving import saving
@@ -50,8 +50,8 @@ def make(tmp_path: Path, background: bool) -> tuple[Checkpoints, Writers]:
     return Checkpoints(config, store, {"train": cast(WorkerGroup, writers)}, MagicMock(), MagicMock()), writers
 
 
-def save(checkpoints: Checkpoints, step: int, *parts: DriverPart) -> None:
-    checkpoints.state, checkpoints.parts = TrainState(step), [*parts]
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.state = TrainState(step)
     checkpoints.save()
 
 
@@ -65,9 +65,9 @@ def steps(checkpoints: Checkpoints) -> list[int]:
 
 def test_a_synchronous_save_is_complete_on_return(tmp_path: Path) -> None:
     checkpoints, writers = make(tmp_path, background=False)
-    save(checkpoints, 1, lambda directory: (directory / "driver").touch())
+    save(checkpoints, 1)
     (latest,) = checkpoints.store.all()
-    assert (latest.directory / "driver").exists() and (latest.directory / "train" / "part").exists()
+    assert (latest.directory / "train" / "part").exists()
     assert writers.calls == ["save_checkpoint"]
     assert entry(latest.directory) == {"size": 7, "crc32": 9}, "as the worker said, without reading it again"
 

@@ -180,11 +180,16 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
     assert tokens is not None and policy.max_total_sequence_length <= tokens <= 16384
 
 
-@pytest.mark.parametrize(("ranks", "recomputes"), [(1, "full"), (4, "none")])
-def test_ranks_with_parts_of_a_row_hold_a_part_of_its_activations(machine: Any, ranks: int, recomputes: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "recomputes"),
+    [(1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")],
+)
+def test_ranks_with_parts_of_a_row_hold_a_part_of_its_activations(
+    machine: Any, ranks: int, tokens: int, recomputes: str
+) -> None:
     """A 24 GiB GPU has room for 2,700 tokens, and for 4,900 if a quarter of the state is on it."""
     machine(ranks, 24)
-    split = {"backend": "fsdp", "fsdp_cfg": {"context_parallel_size": ranks}, "max_total_sequence_length": 8192}
+    split = {"backend": "fsdp", "fsdp_cfg": {"context_parallel_size": ranks}, "max_total_sequence_length": tokens}
     policy = resolve(minimal("sft", policy=split), demonstrations=9).config.policy
     assert policy.fsdp_cfg.activation_checkpointing == recomputes
 

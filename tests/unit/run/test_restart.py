@@ -66,7 +66,7 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
     """They may have changed since the run began, or the Hub may be down."""
     read, resumed = [], []
 
-    def preflight(config: Config) -> Inputs:
+    def preflight(config: Config, early: Fleet) -> Inputs:
         read.append(config.name)
         return Inputs(config, {}, cast(Any, None), {})
 

@@ -121,13 +121,13 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         take_untrained=list,
         validate=lambda *, may_stop: {"may_stop": may_stop},
         evaluate=lambda *, may_stop: {"evaluated": may_stop},
-        restore=lambda counters, place: done.append((counters, place)),
+        restore=done.append,
     )
     trainer: Any = SimpleNamespace(start=lambda: done.append("first"))
     monkeypatch.setattr(grpo, "refit", lambda replays, experience, version: done.append(("refit", version)))
     start_policy(session, Stage("grpo", 3, 8, 0, val_at_start=True), experience, trainer)
     begins = ["first", ("refit", 3), ("grpo", {"may_stop": True, "evaluated": True}), "lap"]
-    goes_on = [("refit", 5), (counters, Path("step_00000005")), "lap"]
+    goes_on = [("refit", 5), counters, "lap"]
     assert done == (goes_on if resumed == "grpo" else begins)
     added = {} if resumed == "grpo" else {"grpo_next_group": 0, REFERENCE: True}
     assert checkpoints.state.counters == counters | added

@@ -82,17 +82,15 @@ class Trajectories(RuleBasedStateMachine):
 
     @rule()
     def crash_and_resume(self) -> None:
-        """Gives a new process what a checkpoint holds: the groups that are finished, and the prompts of the others."""
+        """Starts the untrained groups again in a new process."""
         old = self.buffer
-        finished, generating = old.untrained(), old.generating()
+        self.running |= self.done | self.training
+        self.done, self.training = set(), set()
         self.buffer = TrajectoryBuffer(self.size, self.age, version=old.version)
         self.buffer.next_number = old.next_number
-        for number, version in {**generating, **{group.number: group.version for group in finished}}.items():
-            self.buffer.restart(number, version)
-        for group in finished:
-            self.buffer.finish(group.number, group.payload)
-        self.done |= self.training
-        self.training = set()
+        for number in self.running:
+            self.buffer.restart(number)
+            self.begun[number] = old.version
         assert self.buffer.advance(old.version) == []
 
     @invariant()

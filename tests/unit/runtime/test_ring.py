@@ -1,10 +1,15 @@
-"""Rings of messages in shared memory: every reader gets every message, in order, in bounded memory."""
+"""Rings and mailboxes in shared memory: every message, in order, in bounded memory; and how long readers spin."""
 
 from __future__ import annotations
 
 import gc
+import math
 import os
+import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.runtime.edges import ring as ring_module
-from dagrl.runtime.edges.mailbox import Mailbox
+from dagrl.errors import RunError
+from dagrl.runtime.edges import futex, ring as ring_module
+from dagrl.runtime.edges.futex import Patience
+from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import IN_PLACE_BYTES, Ring
@@ -144,3 +151,155 @@ def test_a_file_that_reuses_the_descriptor_of_an_edge_is_left_alone(tmp_path: Pa
         for descriptor in files:
             os.close(descriptor)
     assert other.read_bytes() == content
+
+
+WRITERS, SLOTS = 5, 4
+
+
+@pytest.fixture
+def mailbox() -> Mailbox:
+    return Mailbox.create(WRITERS, SLOTS)
+
+
+def post(mailbox: Mailbox, writer: int, number: int, value: object, timeout_s: float = 5.0) -> None:
+    mailbox.post(writer, number, pickle.dumps(value), timeout_s)
+
+
+def test_writers_may_be_ahead_of_each_other_and_of_the_reader(mailbox: Mailbox) -> None:
+    writers = [Mailbox.open(mailbox.address) for _ in range(WRITERS)]
+
+    def write(writer: int) -> None:
+        for number in range(1, 101):
+            if number % (writer + 2) == 0:
+                time.sleep(0.0005)
+            post(writers[writer], writer, number, number * 10 + writer, 30.0)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        done = [pool.submit(write, writer) for writer in range(WRITERS)]
+        for number in range(1, 101):
+            assert mailbox.collect(number, 30.0) == [number * 10 + writer for writer in range(WRITERS)]
+        for future in done:
+            future.result()
+
+
+def test_numbers_wrap_around(mailbox: Mailbox) -> None:
+    words: Any = mailbox._words
+    for index in range(len(words[: mailbox.address.first_cell // 4])):
+        words[index] = 0
+    start = (1 << 32) - 3
+    words[16] = start - 1
+    for writer in range(WRITERS):
+        words[32 + writer] = start - 1
+    for number in range(start, start + 8):
+        for writer in range(WRITERS):
+            post(mailbox, writer, number, number)
+        assert mailbox.collect(number, 1.0) == [number] * WRITERS
+
+
+def test_uncollected_messages_are_dropped(mailbox: Mailbox) -> None:
+    for number in range(1, 4):
+        for writer in range(WRITERS):
+            post(mailbox, writer, number, number)
+    assert mailbox.collect(3, 1.0) == [3] * WRITERS
+
+
+def test_a_writer_waits_for_the_reader_when_it_is_too_far_ahead(mailbox: Mailbox) -> None:
+    for number in range(1, SLOTS + 1):
+        post(mailbox, 0, number, number)
+    with pytest.raises(EdgeTimeoutError, match="has not read"):
+        post(mailbox, 0, SLOTS + 1, 0, timeout_s=0.05)
+    for writer in range(1, WRITERS):
+        post(mailbox, writer, 1, 1)
+    assert mailbox.collect(1, 1.0) == [1] * WRITERS
+    post(mailbox, 0, SLOTS + 1, 0, timeout_s=0.05)
+
+
+def test_the_reader_waits_for_a_missing_writer_until_the_deadline(mailbox: Mailbox) -> None:
+    for writer in range(WRITERS - 1):
+        post(mailbox, writer, 1, writer)
+    started = time.monotonic()
+    with pytest.raises(EdgeTimeoutError):
+        mailbox.collect(1, 0.1)
+    assert 0.1 <= time.monotonic() - started < PATIENCE_S
+    post(mailbox, WRITERS - 1, 1, WRITERS - 1)
+    assert mailbox.collect(1, 1.0) == list(range(WRITERS))
+
+
+def test_a_wait_in_turns_spins_only_in_the_first(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver waits for a long replay in turns of 0.1 s. After a short replay it spins for 20 ms before it sleeps."""
+    monkeypatch.setattr(futex, "LONG_SPIN_S", 0.2)
+    monkeypatch.setattr(futex, "SOON_S", 60.0)
+    for writer in range(1, WRITERS):
+        post(mailbox, writer, 1, "first")
+    threading.Timer(0.05, post, (mailbox, 0, 1, "first")).start()
+    mailbox.collect(1, 30.0)  # a message that came soon
+    with pytest.raises(EdgeTimeoutError):
+        mailbox.collect(2, 0.25)
+    before = time.thread_time()
+    with pytest.raises(EdgeTimeoutError):
+        mailbox.collect(2, 0.25)
+    assert time.thread_time() - before < 0.1
+
+
+def test_a_message_larger_than_a_cell_is_refused(mailbox: Mailbox) -> None:
+    with pytest.raises(RunError, match="does not fit a cell"):
+        mailbox.post(0, 1, bytes(CELL_BYTES + 1), 1.0)
+
+
+LEAST, MOST = 0.02, 2.0
+
+
+class Clock:
+    now = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(futex.time, "perf_counter", lambda: clock.now)
+    for name, value in {"LOST_CORE_S": 1e-3, "GIVE_WAY_S": (LEAST, MOST), "SOON_S": 0.02, "LONG_SPIN_S": 0.02}.items():
+        monkeypatch.setattr(futex, name, value)
+    monkeypatch.setattr(Patience, "_give_way_until", 0.0)
+    monkeypatch.setattr(Patience, "_give_way_s", LEAST)
+    return clock
+
+
+def look(patience: Patience, clock: Clock, seconds: float) -> float:
+    before, clock.now = clock.now, clock.now + seconds
+    return patience.looked(before)
+
+
+def came(patience: Patience, clock: Clock, after: float) -> float:
+    clock.now += after
+    patience.came(clock.now - after)
+    return patience.seconds
+
+
+def test_a_reader_whose_messages_come_soon_spins_for_long(clock: Clock) -> None:
+    patience = Patience()
+    assert patience.seconds == futex.SHORT_SPIN_S
+    assert came(patience, clock, after=0.001) == futex.LONG_SPIN_S
+    assert came(patience, clock, after=0.5) == futex.SHORT_SPIN_S
+    assert came(patience, clock, after=0.001) == futex.LONG_SPIN_S
+    patience.lose()
+    assert patience.seconds == futex.SHORT_SPIN_S
+
+
+def test_losing_the_core_stops_spinning_on_all_edges_of_the_process(clock: Clock) -> None:
+    one, other = Patience(), Patience()
+    assert look(one, clock, 1e-5) == clock.now
+    assert look(one, clock, 0.003) == math.inf
+    assert came(other, clock, after=0.001) == futex.SHORT_SPIN_S
+    assert came(other, clock, after=LEAST) == futex.LONG_SPIN_S
+
+
+def test_a_core_lost_repeatedly_is_given_up_for_longer(clock: Clock) -> None:
+    patience, given = Patience(), []
+    for _ in range(10):
+        look(patience, clock, 0.003)
+        given.append(Patience._give_way_until - clock.now)
+        clock.now = Patience._give_way_until + 0.001
+    assert given == pytest.approx([LEAST * 2**turn for turn in range(7)] + [MOST] * 3)
+    clock.now += 2 * MOST  # undisturbed for as long as it gave way
+    look(patience, clock, 0.003)
+    assert Patience._give_way_until - clock.now == pytest.approx(LEAST)

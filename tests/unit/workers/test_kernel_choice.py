@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -25,9 +25,8 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 ENGINE = "dagrl.workers.megatron.transformer_engine"
 
 
-def policy(wanted: str = "auto", recipe: str = "tensorwise", **keys: Any) -> PolicyConfig:
-    fp8 = {"enabled": recipe == "blockwise", "fp8_recipe": recipe}
-    section = {"precision": "bfloat16", "megatron_cfg": {"transformer_engine": wanted, "fp8_cfg": fp8}, **keys}
+def policy(wanted: str = "auto", **keys: Any) -> PolicyConfig:
+    section = {"precision": "bfloat16", "megatron_cfg": {"transformer_engine": wanted}, **keys}
     return PolicyConfig.model_validate(section)
 
 
@@ -36,7 +35,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A double of the module around Transformer Engine, which is installed as far as its version says."""
     module: Any = ModuleType(ENGINE)
     module.segment_attention, module.faster_attention = object(), object()
-    module.EngineProducts = lambda settings: SimpleNamespace(recipe=settings.fp8_recipe)
     monkeypatch.setitem(sys.modules, ENGINE, module)
     monkeypatch.setattr(import_module("dagrl.workers.megatron"), "transformer_engine", module, raising=False)
     set_version(monkeypatch, "2.20.2")
@@ -49,36 +47,33 @@ def set_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
         monkeypatch.setattr(f"{module}.engine_version", lambda: version)
 
 
-def chosen(settings: PolicyConfig, device: torch.device = GPU) -> tuple[Any, str]:
-    from dagrl.workers.megatron.kernels import choose_kernels
+def chosen(settings: PolicyConfig, device: torch.device = GPU) -> Any:
+    from dagrl.workers.megatron.kernels import choose_attention
 
-    found = choose_kernels(settings, device)
-    return found.attend, getattr(found.float8, "recipe", "own")
+    return choose_attention(settings, device)
 
 
-def own() -> tuple[Any, str]:
+def own() -> Any:
     from dagrl.workers.megatron.attention import segment_attention
 
-    return segment_attention, "own"
+    return segment_attention
 
 
 @pytest.mark.parametrize(
-    ("wanted", "recipe", "capability", "attention"),
+    ("wanted", "capability", "attention"),
     [
-        ("auto", "tensorwise", 9, "faster_attention"),
-        ("always", "tensorwise", 9, "segment_attention"),
-        ("never", "tensorwise", 9, None),
-        ("never", "blockwise", 9, None),  # except for the recipe, which is its own
-        ("auto", "tensorwise", 10, None),  # where nothing was measured
-        ("always", "tensorwise", 10, "segment_attention"),
+        ("auto", 9, "faster_attention"),
+        ("always", 9, "segment_attention"),
+        ("never", 9, None),
+        ("auto", 10, None),  # where nothing was measured
+        ("always", 10, "segment_attention"),
     ],
 )
 def test_transformer_engine_is_used_where_it_was_measured(
-    wanted: str, recipe: str, capability: int, attention: str | None, engine: Any, monkeypatch: pytest.MonkeyPatch
+    wanted: str, capability: int, attention: str | None, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    attend, float8 = own() if attention is None else (getattr(engine, attention), "tensorwise")
-    assert chosen(policy(wanted, recipe)) == (attend, recipe if recipe == "blockwise" else float8)
+    assert chosen(policy(wanted)) is (own() if attention is None else getattr(engine, attention))
 
 
 @pytest.mark.parametrize(
@@ -96,10 +91,8 @@ def test_an_unusable_transformer_engine_is_replaced_or_an_error(
 ) -> None:
     set_version(monkeypatch, version)
     assert chosen(policy(**keys), device) == chosen(policy("never", **keys), device) == own()
-    with pytest.raises(ConfigError, match=rf"transformer_engine is always, .*, but {reason}.*\. Otherwise set .*=auto"):
+    with pytest.raises(ConfigError, match=rf"transformer_engine is always, .*, but {reason}.*\. Otherwise set it to auto"):
         chosen(policy("always", **keys), device)
-    with pytest.raises(ConfigError, match=rf"fp8_recipe is blockwise, .*, but {reason}.*\. Otherwise set .*=tensorwise"):
-        chosen(policy("never", "blockwise", **keys), device)
 
 
 @pytest.fixture
@@ -107,7 +100,7 @@ def over_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module around Transformer Engine, imported over a double that computes nothing."""
     package = import_module("dagrl.workers.megatron")
     import_module("dagrl.workers.megatron.kernels")  # and Megatron, before there is a double
-    for name in ("", ".pytorch", ".pytorch.constants", ".pytorch.cpp_extensions"):
+    for name in ("", ".pytorch"):
         monkeypatch.setitem(sys.modules, f"transformer_engine{name}", MagicMock())
     monkeypatch.delitem(sys.modules, ENGINE, raising=False)
     yield import_module(ENGINE)

@@ -1,4 +1,4 @@
-"""Microbatches against their batch: every token occurs once, with its own label, fields and position."""
+"""Microbatches against their batch, packing against its definition, and segments under context parallelism."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
+from dagrl.errors import DataError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.train.microbatches import Microbatch, RoutedModel, split_batch, warmup_batches
-from dagrl.workers.train.row_plans import ParallelRank, SplitRule, prefix_groups
+from dagrl.workers.train.microbatches import Microbatch, RoutedModel, Segments, make_segments, split_batch, warmup_batches
+from dagrl.workers.train.row_plans import ParallelRank, SplitRule, largest, pack, prefix_groups, row_widths, spread
 
 WIDTH = 24
 RULES = {
@@ -261,3 +263,117 @@ def test_a_warm_up_has_rows_with_and_without_a_shared_prefix() -> None:
     cuts = [split_batch(batch, rule, place(), masked=False) for batch in warmup_batches(full, rule, place(), set())]
     assert [bool(len(cut.saved)) for cut in cuts[:-1]] == [*[False] * (len(cuts) - 2), True]
     assert {cut.shape[1] for cut in cuts[:-2]} == {6, 12, 18, 24, 30, 36, 42, 48}
+
+
+LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(120, 400), st.integers(0, 5))
+def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
+    bins = pack(lengths, budget)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert largest(lengths, bins) <= budget
+    assert len(bins) <= 2 * sum(lengths) / budget + 1  # all but one of the microbatches are more than half full
+    even = spread(lengths, bins, len(bins) + more, budget)
+    assert len(even) == len(bins) + more
+    assert sorted(row for rows in even for row in rows) == list(range(len(lengths)))
+    assert largest(lengths, even) <= largest(lengths, bins)
+
+
+def test_long_tails_waste_little() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 1, 512).clip(8, 4096).astype(int).tolist()
+    assert sum(lengths) / (4096 * len(pack(lengths, 4096))) > 0.95
+
+
+def test_spread_microbatches_are_even() -> None:
+    lengths = [60, 50, 40, 30, 20, 10]
+    assert largest(lengths, spread(lengths, pack(lengths, 110), 2, 110)) == 110
+    assert largest(lengths, spread(lengths, pack(lengths, 110), 3, 110)) == 70
+    assert spread([5], [[0]], 3, 8).count([]) == 2
+
+
+def test_widths_are_eighths_of_the_budget() -> None:
+    assert row_widths(SplitRule(True, 1, 4096), ParallelLayout(tp=8)) == (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
+    assert row_widths(SplitRule(True, 1, 20), ParallelLayout(tp=8)) == (8, 16, 24)
+
+
+def test_a_sequence_longer_than_the_budget_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"a sequence of 130 tokens does not fit a microbatch of 120; raise .*mb_tokens"):
+        pack([10, 130], 120)
+
+
+CPU = torch.device("cpu")
+SIZES = [2, 3, 4]
+
+
+def held(length: int, size: int, rank: int) -> list[list[int]]:
+    """Positions of a worker's two chunks of a sequence (`get_batch_on_this_cp_rank` in Megatron)."""
+    chunks = torch.arange(length).view(2 * size, -1)
+    return [chunks[rank].tolist(), chunks[2 * size - 1 - rank].tolist()]
+
+
+def rows_of(size: int) -> list[list[int]]:
+    """Returns two rows of equal length with several sequences each, of multiples of `2 size`."""
+    return [[2 * size * chunk for chunk in row] for row in ([3, 1, 5], [2, 7])]
+
+
+def tokens_of(rows: list[list[int]], size: int, rank: int) -> list[tuple[int, int, int]]:
+    """Returns (row, sequence, position) of a worker's tokens in order."""
+    return [
+        (row, number, position)
+        for row, sequences in enumerate(rows)
+        for number, length in enumerate(sequences)
+        for chunk in held(length, size, rank)
+        for position in chunk
+    ]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(size, rank) for size in SIZES for rank in range(size)])
+def test_a_segment_has_all_keys_of_its_sequence_up_to_its_last_query(size: int, rank: int) -> None:
+    rows = rows_of(size)
+    segments = make_segments(rows, size, rank, CPU)
+    assert segments.key_order is not None
+    gathered = [token for other in range(size) for token in tokens_of(rows, size, other)]
+    keys = [gathered[place] for place in segments.key_order.tolist()]
+    queries = tokens_of(rows, size, rank)
+    assert len(segments.query_lengths) == len(segments.key_lengths) == 2 * sum(map(len, rows))
+    for mine, seen in zip(parts(segments.query_starts, queries), parts(segments.key_starts, keys), strict=True):
+        row, number, last = mine[-1]
+        assert seen == [(row, number, position) for position in range(last + 1)]
+        assert mine == seen[-len(mine) :]
+    assert (segments.longest_query, segments.longest_key) == (max(segments.query_lengths), max(segments.key_lengths))
+    assert segments.query_starts.tolist() == list(accumulate(segments.query_lengths, initial=0))
+    assert segments.key_starts.tolist() == list(accumulate(segments.key_lengths, initial=0))
+
+
+def parts(starts: Tensor, tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    assert (starts[0], starts[-1], starts.dtype) == (0, len(tokens), torch.int32)
+    return [tokens[start:stop] for start, stop in pairwise(starts.tolist())]
+
+
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_queries_after_a_prefix_see_its_keys_and_others_none(groups: list[list[int]]) -> None:
+    """The first segment of each group is the prefix of the others."""
+    lengths = [length for group in groups for length in group]
+    firsts = list(accumulate((len(group) for group in groups), initial=0))
+    heads = [first if place else -1 for first, group in zip(firsts, groups, strict=False) for place in range(len(group))]
+    segments = make_segments([lengths], 1, 0, CPU, heads)
+    starts = list(accumulate(lengths, initial=0))
+    expected = [range(starts[head], starts[head + 1]) if head >= 0 else range(0) for head in heads]
+    assert segments.heads == (tuple(heads) if max(heads) >= 0 else ())
+    if segments.prefixes is None:
+        assert max(heads) < 0
+        return
+    seen = [
+        range(*keys)
+        for queries, keys in zip(*map(pairwise, starts_of(segments.prefixes)), strict=True)
+        for _ in range(*queries)
+    ]
+    wanted = [keys for length, keys in zip(lengths, expected, strict=True) for _ in range(length)]
+    assert list(map(list, seen)) == list(map(list, wanted))
+    assert segments.prefixes.key_starts[-1] == len(seen) == sum(lengths)
+
+
+def starts_of(segments: Segments) -> list[list[int]]:
+    return [segments.query_starts.tolist(), segments.key_starts.tolist()]

@@ -1,0 +1,109 @@
+"""Workers forked from templates: whose place they take, and what must not be forked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagrl.run.fork_server import ForkServer, Kind
+
+PROGRAM = """
+import json, os, sys
+print(json.dumps({
+    "words": sys.argv, "name": __name__, "pid": os.getpid(), "parent": os.getppid(), "directory": os.getcwd(),
+    "group": os.getpgrp(), "imported": "colorsys" in sys.modules, "variable": os.environ.get("LATE"),
+    "input": sys.stdin.read(),
+}))
+"""
+
+
+def _start_thread() -> None:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    variables = {"KIND": "1"}
+    server = ForkServer(
+        {
+            "train": Kind(partial(__import__, "colorsys"), variables),
+            "critic": Kind(partial(__import__, "colorsys"), variables),
+            "generation": Kind(_start_thread, variables),
+        }
+    )
+    yield server
+    server.end()
+
+
+def _run(server: ForkServer, role: str, directory: Path, **variables: str) -> tuple[dict[str, Any], int, str]:
+    program = directory / "program.py"
+    program.write_text(PROGRAM)
+    command = [*str(server.executable(role)).split(), str(program), "--word"]
+    process = subprocess.Popen(
+        command,
+        cwd=directory,
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output, errors = process.communicate("given", timeout=60)
+    assert process.returncode == 0, errors
+    return json.loads(output), process.pid, errors
+
+
+def test_a_fork_takes_the_place_of_the_process_that_asks(server: ForkServer, tmp_path: Path) -> None:
+    told, asking, errors = _run(server, "train", tmp_path, KIND="1", LATE="yes")
+    assert told["pid"] != asking and told["imported"] and not errors
+    assert told["words"] == [str(tmp_path / "program.py"), "--word"] and told["name"] == "__main__"
+    assert told["directory"] == str(tmp_path) and told["variable"] == "yes" and told["input"] == "given"
+    assert told["group"] == os.getpgrp()
+    again, _, _ = _run(server, "critic", tmp_path, KIND="1")
+    assert again["parent"] == told["parent"] and again["variable"] is None
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "reason"), [("train", "2", "other values of ['KIND']"), ("generation", "1", "started 1 threads")]
+)
+def test_what_cannot_be_forked_runs_by_itself(server: ForkServer, role: str, kind: str, reason: str, tmp_path: Path) -> None:
+    told, asking, errors = _run(server, role, tmp_path, KIND=kind)
+    assert told["pid"] == asking and not told["imported"] and reason in errors
+
+
+def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:
+    server = ForkServer({"train": Kind(partial(__import__, "colorsys"), {})})
+    server.end()
+    told, asking, errors = _run(server, "train", tmp_path)
+    assert told["pid"] == asking and "not forked" in errors
+
+
+def test_a_server_ends_with_its_driver() -> None:
+    mark, place = f"MARK={uuid.uuid4().hex}", "from dagrl.run.fork_server import ForkServer, Kind"
+    program = f"import gc, os; {place}; ForkServer({{'train': Kind(gc.collect, {{}})}}); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **dict([mark.split("=")])}, check=False)
+    until = time.monotonic() + 30
+    while (left := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+
+
+def _marked(mark: str) -> list[int]:
+    marked = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if mark.encode() in (process / "environ").read_bytes():
+                marked.append(int(process.name))
+    return marked
