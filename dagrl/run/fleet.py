@@ -129,6 +129,8 @@ class Fleet:
         else:
             self._workers.close()
             self._groups = start_groups(config, plan, self._workers, check, warm_up, self._forks)
+            if self._forks is not None and (reasons := self._forks.refusals()):
+                logger.info("not all workers could be forked: %s", reasons)
         return self._groups
 
     def settle(self) -> None:

@@ -59,7 +59,7 @@ class ForkServer:
         self._process = Popen(  # noqa: S603
             [sys.executable, "-m", __name__],
             stdin=PIPE,
-            stdout=DEVNULL,
+            stdout=PIPE,
             stderr=DEVNULL,
             env={**os.environ, **dict(shared)},
             pass_fds=files,
@@ -71,6 +71,12 @@ class ForkServer:
             self._process.stdin.flush()
         for listener in listeners.values():
             listener.close()
+
+    def refusals(self) -> str:
+        """Returns why templates have refused by now to fork workers; empty if none has."""
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        return (self._process.stdout.read() or b"").decode().strip()
 
     def executable(self, role: str) -> str | None:
         """Returns the `py_executable` of the role's workers; None if it has no kind."""
@@ -114,20 +120,23 @@ def _serve() -> None:
 
 def _run_template(listener: socket.socket, kind: bytes, server: int) -> None:
     """Imports, and forks workers until the server ends. Returns in a worker, at its end."""
-    refusal, variables = _load(kind)
+    imports = _load(kind)
     while server not in select.select([listener.fileno(), server], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
             files, request = _read_request(connection)
-            different = sorted(dict(variables.items() - request["environment"].items())) if request else ()
-            if refusal or different:
+            different = sorted(dict(imports.variables.items() - request["environment"].items())) if request else ()
+            refusal = imports.refusal or (f"the imports had other values of {different}" if different else "")
+            if refusal:
+                print(refusal, flush=True)  # noqa: T201  # to the driver
                 with suppress(OSError):  # Ray's process has ended
-                    connection.sendall((refusal or f"the imports had other values of {different}").encode())
+                    connection.sendall(refusal.encode())
             elif request and os.fork() == 0:
                 os.close(server)
                 listener.close()
                 connection.sendall(STARTED)
                 connection.detach()  # open until this process ends
+                request["environment"] |= imports.changed
                 _become(files, **request)
                 return
             for file in files:
@@ -145,8 +154,16 @@ def _read_request(connection: socket.socket) -> tuple[Sequence[int], dict[str, A
     return files, json.loads(words) if words else {}
 
 
-def _load(kind: bytes) -> tuple[str, Mapping[str, str]]:
-    """Imports the libraries of a kind. Returns why this process must not be forked, if so, and the kind's variables."""
+class _Imports(NamedTuple):
+    """Why this process must not be forked, if so; the environment of the imports; and what they changed in it."""
+
+    refusal: str
+    variables: Mapping[str, str]
+    changed: Mapping[str, str] = {}
+
+
+def _load(kind: bytes) -> _Imports:
+    """Imports the libraries of a kind."""
     before, variables = dict(os.environ), dict[str, str]()
     sys.modules["ray"] = None  # type: ignore[assignment]  # when imported it reads settings, which a worker has of its own
     try:
@@ -155,17 +172,16 @@ def _load(kind: bytes) -> tuple[str, Mapping[str, str]]:
             os.environ.update(variables | NVML_CHECK)
             load()
     except Exception:  # the worker will raise it again
-        return traceback.format_exc(), variables
+        return _Imports(traceback.format_exc(), variables)
     finally:
         del sys.modules["ray"]
-        os.environ.clear()
-        os.environ.update(before)
+    changed = {name: value for name, value in os.environ.items() if (before | variables).get(name) != value}
     gc.freeze()
     if threads := len(os.listdir("/proc/self/task")) - 1:
-        return f"the imports started {threads} threads", variables
+        return _Imports(f"the imports started {threads} threads", variables)
     if any(CUDA_DEVICE in os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")):
-        return "the imports started CUDA", variables
-    return "", variables
+        return _Imports("the imports started CUDA", variables)
+    return _Imports("", variables, changed)
 
 
 def _become(files: Sequence[int], words: Sequence[str], environment: Mapping[str, str], directory: str, group: int) -> None:

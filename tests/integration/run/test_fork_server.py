@@ -24,9 +24,16 @@ import json, os, sys
 print(json.dumps({
     "words": sys.argv, "name": __name__, "pid": os.getpid(), "parent": os.getppid(), "directory": os.getcwd(),
     "group": os.getpgrp(), "imported": "colorsys" in sys.modules, "variable": os.environ.get("LATE"),
+    "changed": os.environ.get("CHANGED"),
     "input": sys.stdin.read(),
 }))
 """
+
+
+def _import() -> None:
+    import colorsys  # noqa: F401
+
+    os.environ["CHANGED"] = "by an import"
 
 
 def _start_thread() -> None:
@@ -38,8 +45,8 @@ def server() -> Iterator[ForkServer]:
     variables = {"KIND": "1"}
     server = ForkServer(
         {
-            "train": Kind(partial(__import__, "colorsys"), variables),
-            "critic": Kind(partial(__import__, "colorsys"), variables),
+            "train": Kind(_import, variables),
+            "critic": Kind(_import, variables),
             "generation": Kind(_start_thread, variables),
         }
     )
@@ -70,6 +77,7 @@ def test_a_fork_takes_the_place_of_the_process_that_asks(server: ForkServer, tmp
     assert told["pid"] != asking and told["imported"] and not errors
     assert told["words"] == [str(tmp_path / "program.py"), "--word"] and told["name"] == "__main__"
     assert told["directory"] == str(tmp_path) and told["variable"] == "yes" and told["input"] == "given"
+    assert told["changed"] == "by an import"
     assert told["group"] == os.getpgrp()
     again, _, _ = _run(server, "critic", tmp_path, KIND="1")
     assert again["parent"] == told["parent"] and again["variable"] is None
@@ -81,6 +89,7 @@ def test_a_fork_takes_the_place_of_the_process_that_asks(server: ForkServer, tmp
 def test_what_cannot_be_forked_runs_by_itself(server: ForkServer, role: str, kind: str, reason: str, tmp_path: Path) -> None:
     told, asking, errors = _run(server, role, tmp_path, KIND=kind)
     assert told["pid"] == asking and not told["imported"] and reason in errors
+    assert reason in server.refusals() and not server.refusals()
 
 
 def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:
