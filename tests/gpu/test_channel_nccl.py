@@ -1,4 +1,4 @@
-"""The channel suite over NCCL; needs two GPUs and cupy. A dead peer is noticed only at the deadline."""
+"""The channel suite between two GPUs, over NCCL, where a dead peer is noticed only at the deadline, and IPC; needs cupy."""
 
 from __future__ import annotations
 
@@ -54,3 +54,31 @@ class TestNccl(ChannelSuite):
     kind: ClassVar[Kind] = "nccl"
     ranks: ClassVar[int] = 2
     notices_death: ClassVar[bool] = False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+class TestIpcBetweenGpus(ChannelSuite):
+    kind: ClassVar[Kind] = "ipc between GPUs"
+    ranks: ClassVar[int] = 2
+
+    def test_memory_that_vllm_puts_to_sleep_is_received_into(self) -> None:
+        pytest.importorskip("vllm")
+        assert run_case(into_memory_that_sleeps, self.kind, 2) == ["sent", "equal"]
+
+
+def into_memory_that_sleeps(place: Place) -> object:
+    """Rank 1 receives into memory of vLLM's allocator, which no other GPU can access."""
+    sent = torch.arange(300_000, device=place.device)
+    channel = place.open()
+    if place.rank == 0:
+        channel.send(sent, 1).wait()
+        channel.agree()
+        return "sent"
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    with CuMemAllocator.get_instance().use_memory_pool():
+        got = torch.zeros_like(sent)
+    channel.receive(got, 0).wait()
+    channel.agree()
+    return "equal" if torch.equal(got, sent) else "not equal"

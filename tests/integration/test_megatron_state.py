@@ -1,7 +1,8 @@
-"""State of a Megatron worker: exports, the reference policy, and warm-ups that change nothing."""
+"""State of a Megatron worker: exports, reference policy, optimizer steps, warm-ups that change nothing, failed starts."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dagrl.config import LossConfig
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.store import reserve_port
+from dagrl.runtime.worker import WorkerContext
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool, WorkerError
-from tests.integration.test_megatron_layouts import logprobs, train
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
 
 DP2, TP2PP2 = ParallelLayout(dp=2), ParallelLayout(tp=2, pp=2)
 ROUND_TRIPS = [
@@ -182,4 +186,109 @@ def test_waiting_for_or_in_an_aborted_worker_raises_at_once(
             group.start(aborted, "logprobs", batch)
             group.finish(aborted)
     with megatron_pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
+        assert group.call("logprobs", batch)[0] is not None
+
+
+def test_weight_decay_affects_only_matrices(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """AdamW's first step in closed form: the gradient's sign times the rate, plus decay."""
+    rate, decay, eps = 1e-2, 0.5, 1e-8
+    optimizer = UNCLIPPED | {"lr": rate, "weight_decay": decay, "adam_eps": eps}
+    batch = reference.make_batch()
+    config = reference.make_config(tiny_models["qwen2"], optimizer=optimizer, sharded=True)  # with biases
+    gradients = reference.train_reference(tiny_models["qwen2"], batch, config, reference.sft_reference).gradients
+    threads = group_threads(megatron_pool)
+    with megatron_pool.group(ParallelLayout(dp=2), config) as group:
+        train(group, batch)
+        after = reference.assemble(group.call("weights"))
+    left = np.subtract(group_threads(megatron_pool), threads)
+    assert left.max() <= 3, "of a sharded optimizer's groups none stays, at most torch's first one with its three threads"
+    before = load_file(tiny_models["qwen2"] / "model.safetensors")
+    assert {values.ndim for values in gradients.values()} == {1, 2}
+    for name, gradient in gradients.items():
+        start = before[name].numpy()
+        expected = start - rate * gradient / (np.abs(gradient) + eps) - (rate * decay * start if gradient.ndim > 1 else 0)
+        clear = np.abs(gradient) > 1e-4  # the sign of nearly 0 is rounding noise
+        assert clear.any()
+        np.testing.assert_allclose(after[name][clear], expected[clear], atol=2e-5, rtol=0, err_msg=name)
+
+
+def group_threads(pool: MegatronPool) -> list[int]:
+    """Threads of Gloo's groups in each process."""
+    tasks = [Path(f"/proc/{pid}/task").glob("*/comm") for pid in pool.pids]
+    return [sum("gloo" in name.read_text() for name in names) for names in tasks]
+
+
+def test_only_gradients_above_the_limit_are_clipped(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    batch, found = reference.make_batch(), {}
+    limits = {"scaled": 0.25, "within": 10.0}
+    configs = {
+        name: reference.make_config(tiny_models["qwen3"], optimizer={"clip_grad": value}) for name, value in limits.items()
+    }
+    for name, config in configs.items():
+        with megatron_pool.group(ParallelLayout(), config) as group:
+            norm = train(group, batch)["grad_norm"]
+            found[name] = reference.assemble(group.call("gradients"))
+    assert limits["scaled"] < norm < limits["within"]
+    truth = reference.train_reference(tiny_models["qwen3"], batch, configs["scaled"], reference.sft_reference).gradients
+    for name, gradient in truth.items():  # torch's clipping in place
+        np.testing.assert_allclose(found["scaled"][name], gradient, atol=1e-6, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found["within"][name], gradient * (norm / limits["scaled"]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_without_gradients_is_skipped_and_counted(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    batch = reference.make_batch(grpo=True)
+    config = reference.make_config(tiny_models["qwen3"], generation={"temperature": 0.7})
+    config = config.model_copy(update={"loss_fn": LossConfig(reference_policy_kl_penalty=0.0)})
+    equal = batch.with_fields(advantages=np.zeros_like(batch["advantages"]))
+    with megatron_pool.group(ParallelLayout(dp=2), config) as group:
+        train(group, batch, "policy")  # creates moments, which would move the weights
+        before = group.call("weights")
+        skipped = train(group, equal, "policy")
+        assert (skipped["grad_norm"], skipped["skipped_steps"]) == (0.0, 1)
+        for mine, theirs in zip(group.call("weights"), before, strict=True):
+            for (name, _, values), (_, _, kept) in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(values, kept, err_msg=name)
+        assert train(group, batch, "policy")["skipped_steps"] == 1
+
+
+def test_adam_is_torchs_even_with_transformer_engine(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """Transformer Engine and Apex keep step counts elsewhere, so checkpoints would contain 0."""
+    with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
+        assert group.call("optimizers_beside_another_adam") == [{"torch.optim.adamw.AdamW"}]
+
+
+TP2 = ParallelLayout(tp=2)
+
+
+@pytest.mark.slow
+def test_train_workers_that_find_no_weights_can_be_set_up_again(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """They have joined their groups and built the model by then; no group, and no thread of one, is left."""
+    good, batch = reference.make_config(tiny_models["qwen3"]), reference.make_batch()
+    shutil.copy(tiny_models["qwen3"] / "config.json", tmp_path)
+    with megatron_pool.group(TP2, good) as group:
+        expected = group.call("logprobs", batch)
+    before = group.call("threads")
+    for _ in range(2):
+        with (
+            pytest.raises(WorkerError, match="cannot read the weights in"),
+            megatron_pool.group(TP2, reference.make_config(tmp_path)),
+        ):
+            pass
+    assert all(now <= then for now, then in zip(group.call("threads"), before, strict=True))
+    with megatron_pool.group(TP2, good) as group:
+        found = group.call("logprobs", batch)
+    assert (found[0]["logprobs"] == expected[0]["logprobs"]).all()
+
+
+@pytest.mark.slow
+def test_a_train_worker_whose_peers_were_missing_joins_them_later(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    config, batch = reference.make_config(tiny_models["qwen3"]), reference.make_batch()
+    alone = Group(megatron_pool.connections[:1], TP2)
+    with pytest.raises(WorkerError, match=r"1/2 clients joined"):
+        alone.call("new", WorkerContext("train", 0, TP2, config.seed, 2.0), config, f"127.0.0.1:{reserve_port()}", "policy")
+    with megatron_pool.group(TP2, config, timeout_s=20.0) as group:
         assert group.call("logprobs", batch)[0] is not None

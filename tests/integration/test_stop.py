@@ -14,7 +14,7 @@ from dagrl.config.file import dump_config
 from dagrl.run.checkpoint_store import CheckpointStore
 from tests.integration.main_job import GRPO, LEARNING, OF_REPLAYS, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
 from tests.integration.test_async_grpo import configuration
-from tests.integration.test_own_algorithm import OWN
+from tests.integration.test_examples import OWN
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dagrl.bench.harness import ROOT
 
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
-TESTS_FOR_TWO = ("channel_ipc_between", "channel_nccl", "end_to_end", "faults", "megatron_nccl", "pipeline_nccl", "vllm_tp")
+TESTS_FOR_TWO = ("channel_nccl", "end_to_end", "faults", "megatron_nccl", "pipeline_nccl", "vllm_tp")
 """Files of `tests/gpu` whose tests all need two GPUs."""
 
 

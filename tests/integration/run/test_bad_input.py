@@ -1,7 +1,9 @@
-"""Wrong paths are errors of a process that has imported neither torch nor transformers."""
+"""Wrong paths are errors before the slow imports, and children of a process that handles signals ignore them."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch  # noqa: F401  # its logger keeps the standard error of its import, which a test would close
 import yaml
 
+from dagrl.run.stop import stop_on_signals
 from tests.unit.run.test_bad_input import configuration, good_lines
 
 
@@ -27,3 +30,17 @@ print(*{{"torch", "transformers"}} & sys.modules.keys())
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.split() == [] and "none" in found.stderr, found
+
+
+def test_a_forked_child_ignores_the_signal() -> None:
+    """Ctrl-C signals all processes in the foreground; a child must not print a traceback."""
+    with stop_on_signals() as stop, stop.at_once():
+        child = os.fork()
+        if not child:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                os._exit(stop.requested)
+            except BaseException:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

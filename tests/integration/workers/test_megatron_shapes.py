@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from dagrl.errors import ConfigError
 from tests.unit.workers.megatron_te_shapes import CASES as TE_CASES
 from tests.unit.workers.test_megatron_weights import REAL_CASES
 
@@ -33,3 +35,13 @@ def test_names_shapes_and_elements_match_megatron_core(module: str, count: int) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("agrees") == count
+
+
+def test_a_gpu_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, features = pytest.importorskip("torch"), pytest.importorskip("dagrl.workers.vllm.features")
+    pytest.importorskip("vllm")
+    features.require_batch_invariance()  # nothing to require of a CPU
+    found = {"is_available": lambda: True, "get_device_capability": lambda: (8, 0), "get_device_name": lambda: "A100"}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**found))
+    with pytest.raises(ConfigError, match=r"policy\.deterministic is true.*9\.0; A100 has compute capability 8\.0"):
+        features.require_batch_invariance()

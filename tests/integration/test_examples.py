@@ -1,7 +1,9 @@
-"""The examples of an algorithm, a loss and an advantage of one's own; test_stop.py trains with the latter two."""
+"""The examples of an algorithm, a loss and an advantage of one's own, and of a phase in a loop of one's own."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from dagrl.cli.main import main
 from dagrl.config.file import dump_config
 from dagrl.examples import own_loss
+from tests.integration.main_job import ROOT
 from tests.integration.test_async_grpo import ASYNC, configuration, one_cluster, steps_of
 
 __all__ = ["one_cluster"]  # a fixture
@@ -38,3 +41,18 @@ def test_the_example_ranks_completions() -> None:
     valid = np.array([[True] * 4, [True, True, False, True]])
     found = own_loss.rank(rewards, valid)
     np.testing.assert_allclose(found, [[1 / 3, -2 / 3, -2 / 3, 1.0], [0.5, 0.5, 0.0, -1.0]])
+
+
+EXAMPLE = ROOT / "examples" / "embed_phase.py"
+
+
+def test_the_embedding_example_finds_the_slope() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "slope 3.000"
+
+
+def test_the_embedding_example_is_short() -> None:
+    """What is its own: neither blank nor an import."""
+    lines = [line for line in EXAMPLE.read_text().splitlines()[1:] if line.strip()]
+    assert sum(not line.startswith(("import ", "from ")) for line in lines) <= 30
