@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 ALL = "all"
 WAIT_S = 1.0
 LOGGED = 10  # lines of progress
+AT_ONCE = 4096  # completions that engines hold, running or waiting: each quantum reports them all
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,11 @@ def _complete(
         groups.append(new_group(config, number, number, prompt, seeds))
         for episode in groups[-1].episodes[: wanted.greedy]:
             episode.greedy = True
-    rollouts.start(*groups)
-    while rollouts.busy:
+    started, ahead = 0, max(1, AT_ONCE // (wanted.samples + wanted.greedy))
+    while started < len(groups) or rollouts.busy:
+        if started < (end := min(len(scoring) + ahead, len(groups))):
+            rollouts.start(*groups[started:end])
+            started = end
         if not rollouts.generating and turns.awaited:
             wait(turns.awaited, WAIT_S, FIRST_COMPLETED)
         for group in rollouts.advance():
