@@ -278,15 +278,21 @@ def engine_memory(config: Config, model: Decoder, gpu: float, weights: float = 0
     )
 
 
+def role_model(config: Config, role: str, hf_config: Mapping[str, Json]) -> tuple[PolicyConfig, Decoder, float]:
+    """Returns the settings of a role, the sizes of its model, and the number of its weights, 0 if unknown."""
+    policy, described = role_config(config, role).policy, role_description(config, role, hf_config)
+    model, weights = Decoder.of(described), weight_count(described, checkpoint_bytes(policy))
+    if not model.unlike and weights and abs(weights / model.weights - 1) > UNLIKE:
+        counts = f"{weights / 1e9:.3g} B weights, not the {model.weights / 1e9:.3g} B of a plain decoder of its sizes"
+        model = replace(model, unlike=counts)
+    return policy, model, weights
+
+
 def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu: float) -> list[RoleMemory]:
     """Returns the memory of each role of a run. `gpu`: bytes of a GPU, infinite if unknown."""
     roles = []
     for role in plan.layouts:
-        policy, described = role_config(config, role).policy, role_description(config, role, hf_config)
-        model, weights = Decoder.of(described), weight_count(described, checkpoint_bytes(policy))
-        if not model.unlike and weights and abs(weights / model.weights - 1) > UNLIKE:
-            counts = f"{weights / 1e9:.3g} B weights, not the {model.weights / 1e9:.3g} B of a plain decoder of its sizes"
-            model = replace(model, unlike=counts)
+        policy, model, weights = role_model(config, role, hf_config)
         if role == GENERATION:
             roles.append(engine_memory(config, model, gpu, weights))
         elif role in (TRAIN, CRITIC):
