@@ -5,6 +5,7 @@ The report has the phase graphs, their buckets and channels, and the refit plan:
     dagrl inspect examples/grpo_quickstart.yaml > phases.mmd       # a Mermaid chart, with the numbers as comments
     dagrl inspect examples/grpo_quickstart.yaml --phase refit
     dagrl inspect examples/grpo_gpu.yaml --memory --gpu-memory 80          # what each role takes of a GPU, predicted
+    dagrl inspect examples/grpo_gpu.yaml --time H200                       # the seconds of a step, by phase, predicted
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dagrl.run.memory import GIB, check_memory, memory_table, run_memory
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, load_phase, run_plans
 from dagrl.run.preflight import check_model, read_data, trace_phases, worker_classes
+from dagrl.run.step_time import GPUS, PhaseTime, Rows, generated_rows, run_times, time_table
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
@@ -70,8 +72,8 @@ def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
 
     Raises ConfigError if what a GPU must hold at once does not fit.
     """
-    if gpu_gib is not None and not gpus_per_worker(config.cluster):
-        config = config.with_keys({"cluster.num_gpus": 1})
+    if gpu_gib is not None:
+        config = _with_gpus(config)
     if not gpus_per_worker(config.cluster):
         raise ConfigError("--memory: the run has no GPUs; add --gpu-memory with the GiB of those that it will have")
     gpu = gpu_memory() if gpu_gib is None else int(gpu_gib * GIB)
@@ -80,6 +82,37 @@ def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
     roles = run_memory(inputs.config, plan, inputs.hf_config, limit)
     check_memory(plan, roles, limit)
     return memory_table(plan, roles, limit)
+
+
+def inspect_time(config: Config, gpu: str, mean: float | None = None) -> str:
+    """Returns the seconds that a step is predicted to take on GPUs of this name, as a table; see `step_times`."""
+    return time_table(*step_times(config, gpu, mean), gpu)
+
+
+def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Config, list[PhaseTime]]:
+    """Returns the run's configuration on GPUs of this name, and the predicted seconds of each phase of a step.
+
+    `mean`: tokens of a completion. Raises ConfigError for a GPU whose rates are not known.
+    """
+    if gpu not in GPUS:
+        raise ConfigError(f"--time {gpu}: its rates are not known; expected: {', '.join(GPUS)}")
+    rates = GPUS[gpu]
+    inputs = read_data(_with_gpus(config), int(rates.capacity))[0]
+    config, plan = inputs.config, RunPlan.of(inputs.config)
+    if plan.generates:
+        rows = generated_rows(config, [len(prompt) for prompt in inputs.prompts], mean)
+    else:
+        pairs = [row for pair in inputs.preferences for row in (pair.chosen, pair.rejected)]
+        data = pairs or inputs.demonstrations
+        count = config.policy.train_global_batch_size * (2 if pairs else 1)
+        rows = Rows([len(row) for row in data], float(sum(row.loss_mask.sum() for row in data))).take(count)
+    memory = run_memory(config, plan, inputs.hf_config, rates.capacity)
+    return config, run_times(config, plan, inputs.hf_config, rates, rows, memory)
+
+
+def _with_gpus(config: Config) -> Config:
+    """Returns the configuration with a GPU, if the run has none here."""
+    return config if gpus_per_worker(config.cluster) else config.with_keys({"cluster.num_gpus": 1})
 
 
 def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:

@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     examples.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path(), help="copy into DIR (default: here)")
 
     inspect = command(
-        "inspect", _inspect, "draw the phase graphs; print buckets and the refit plan, the data as tokens, or memory"
+        "inspect", _inspect, "draw the phase graphs; print buckets and the refit plan, the data as tokens, memory, or time"
     )
     add_config(inspect)
     text = "print the first N examples of the run as tokens: what is trained, where it ends, and what the template adds"
@@ -151,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
     inspect.add_argument("--memory", action="store_true", help="predict the memory that each role takes of a GPU")
     inspect.add_argument("--gpu-memory", metavar="GIB", type=float, help="memory of a GPU, instead of this machine's")
+    inspect.add_argument("--time", metavar="GPU", help="predict the seconds of a step, by phase, on a GPU such as H200")
+    text = "mean tokens of a completion for --time (default: forced_lengths, or max_new_tokens)"
+    inspect.add_argument("--completion", metavar="N", type=float, help=text)
 
     evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
     add_config(evaluate)
@@ -282,7 +285,7 @@ def _examples(options: argparse.Namespace) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from dagrl.cli.inspect import inspect_config, inspect_memory
+    from dagrl.cli.inspect import inspect_config, inspect_memory, inspect_time
     from dagrl.cli.text import text_report
     from dagrl.config.file import load_config
     from dagrl.run.derive import derive_from_machine
@@ -294,6 +297,9 @@ def _inspect(options: argparse.Namespace) -> None:
         return
     if options.memory or options.gpu_memory is not None:
         _print(inspect_memory(config, options.gpu_memory))
+        return
+    if options.time is not None:
+        _print(inspect_time(config, options.time, options.completion))
         return
     derived = derive_from_machine(config)
     policy = derived.config.policy

@@ -1,0 +1,280 @@
+"""Predicted times are within 20 % of what GPUs have measured, in runs to which no rate was fitted."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from dagrl.bench import workloads
+from dagrl.bench.workloads import grpo_config, rollout_case
+from dagrl.cli.inspect import step_times
+from dagrl.cli.main import main
+from dagrl.config import Config
+from dagrl.config.file import load_config
+from dagrl.config.plan import RunPlan
+from dagrl.machine import Gpu
+from dagrl.run.memory import Decoder
+from dagrl.run.step_time import (
+    GPUS,
+    PhaseTime,
+    Rows,
+    generate_time,
+    generated_rows,
+    refit_time,
+    run_times,
+    split_rows,
+    step_seconds,
+    train_time,
+)
+from tests.unit.run.test_memory import FSDP, PACKED, bench_config
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "dagrl" / "bench" / "results"
+H200 = GPUS["H200"]
+GRAPHS = " policy.megatron_cfg.cuda_graphs=true"
+ENGINE = " policy.megatron_cfg.transformer_engine=always"
+SHARDED = " policy.megatron_cfg.use_distributed_optimizer=true"
+
+FITTED = [  # SFT steps by `dagrl bench train`: case, rows, length, sequences of a microbatch, file, row
+    ("0.6b:dp1" + GRAPHS, 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 0),
+    ("0.6b:dp1", 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 1),
+    ("0.6b:dp1" + PACKED + GRAPHS + ENGINE, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 0),
+    ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 1),
+    ("4b@12:dp1" + PACKED, 16, 2048, 4, "2x-nvidia-h200/2026-11-27/train-fp8.json", 0),
+    ("4b:dp1", 16, 2048, 4, "4x-nvidia-h200/2026-11-26/train-4b.json", 0),
+]
+GENERATION = [  # model, sequences, completion, file, row: fitted, too
+    ("0.6b", 64, 256, "2x-nvidia-h200/2026-11-27/peers-generate.json", 0),
+    ("0.6b", 256, 256, "4x-nvidia-h200/2026-11-27/peers-generate.json", 0),
+    ("0.6b", 1024, 256, "4x-nvidia-h200/2026-11-27/peers-generate.json", 1),
+    ("0.6b", 64, 4096, "4x-nvidia-h200/2026-11-27/peers-generate-long.json", 0),
+]
+SFT = [  # as `FITTED`, with the name in docs/gpu.md
+    ("SFT, 8B with 28 layers", "8b@28:dp1", 64, 2048, 1, "2x-nvidia-h200/2026-11-26/train-8b.json", 0),
+    ("SFT, 4B with 18 layers", "4b@18:dp1", 16, 2048, 2, "2x-nvidia-h200/2026-11-26/train-checkpoint.json", 0),
+    ("SFT, 4B, 4,096 tokens, packed", "4b:dp1" + PACKED, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 3),
+    ("..., Transformer Engine", "4b:dp1" + PACKED + ENGINE, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 2),
+    ("SFT, 30B-A3B with 3 layers", "30b@3:dp1" + PACKED, 16, 2048, 4, "2x-nvidia-h200/2026-11-26/train-experts.json", 0),
+]
+GRPO = [  # name, model, sequences, completion, sequences of a microbatch, file
+    ("GRPO, 0.6B, 2,048 x (120 + 256)", "0.6b", 2048, 256, 16, "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json"),
+    ("GRPO, 0.6B, 64 x (120 + 4,096)", "0.6b", 64, 4096, 2, "4x-nvidia-h200/2026-11-27/peers-grpo-long.json"),
+    ("GRPO, 4B, 512 x (120 + 256)", "4b", 512, 256, 4, "2x-nvidia-h200/2026-11-26/peers-grpo-4b.json"),
+]
+ALONE = {"0.6b": (6, "2x-nvidia-h200/2026-11-23/train-0.6b.json"), "4b": (4, "2x-nvidia-h200/2026-11-23/train-4b.json")}
+LAYOUTS = [  # case, rows, microbatch, file, row: with layers of 23 November, slower on one GPU (`ALONE`), too
+    ("0.6b:tp2", 72, 24, "2x-nvidia-h200/2026-11-23/train-0.6b-tp2.json", 0),
+    ("0.6b:cp2", 24, 6, "2x-nvidia-h200/2026-11-23/train-0.6b.json", 3),
+    ("0.6b:dp2" + SHARDED, 24, 6, "2x-nvidia-h200/2026-11-23/train-0.6b.json", 5),
+    ("4b:tp2", 24, 4, "2x-nvidia-h200/2026-11-23/train-4b.json", 1),
+    ("4b:tp4", 24, 6, "4x-nvidia-h200/2026-11-22/train-4b.json", 0),
+]
+
+
+def row_of(file: str, row: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / file).read_text())["rows"][row]
+    return found
+
+
+def seconds_of(file: str, row: int) -> float:
+    """Returns what a row of a file measured."""
+    values = row_of(file, row)
+    return float(values["step_ms"] / 1000 if "step_ms" in values else values["ours_s"])
+
+
+def sft_step(case: str, rows: int, length: int, micro: int) -> float:
+    config, model = bench_config(case, rows, length, micro)
+    batch = Rows([length] * rows, rows * (length - 1))
+    return step_seconds(config, run_times(config, RunPlan.of(config), model, H200, batch))
+
+
+def grpo(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int, completion: int, micro: int) -> tuple[Config, Rows]:
+    monkeypatch.setattr(workloads, "gpus", lambda: [Gpu("GPU-0", "NVIDIA H200", 143771, "580", (9, 0))])
+    case = rollout_case("", model, str(sequences), completion, micro=micro, tiny=False, kv_share=0.4)
+    config = Config.model_validate(grpo_config(case, Path("m"))).with_keys({"policy.worker": "dagrl:MegatronWorker"})
+    return config, generated_rows(config, [case.prompt])
+
+
+def grpo_step(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int) -> dict[str, float]:
+    """Returns the seconds of each phase and of the `step`."""
+    config, rows = grpo(monkeypatch, model, *sizes)
+    shape = workloads.SHAPES[workloads.MODELS[model]].config
+    times = run_times(config, RunPlan.of(config), shape, H200, rows)
+    assert not any(time.unknown for time in times)
+    return {time.phase: time.seconds for time in times} | {"step": step_seconds(config, times)}
+
+
+def check(name: str, predicted: float, measured: float) -> None:
+    """Checks a row of the table in docs/gpu.md."""
+    assert predicted == pytest.approx(measured, rel=0.2)
+    row = f"| {name} | {predicted:.3g} | {measured:.3g} | {predicted / measured:.2f} |"
+    assert row in (ROOT / "docs" / "gpu.md").read_text(), row
+
+
+@pytest.mark.parametrize(("case", "rows", "length", "micro", "file", "row"), FITTED)
+def test_rates_are_those_of_the_runs_that_they_were_fitted_to(
+    case: str, rows: int, length: int, micro: int, file: str, row: int
+) -> None:
+    assert sft_step(case, rows, length, micro) == pytest.approx(seconds_of(file, row), rel=0.06)
+
+
+@pytest.mark.parametrize(("model", "sequences", "completion", "file", "row"), GENERATION)
+def test_rates_of_engines_are_those_of_their_runs(
+    model: str, sequences: int, completion: int, file: str, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted = grpo_step(monkeypatch, model, sequences, completion, 1)["generate"]
+    assert predicted == pytest.approx(seconds_of(file, row), rel=0.06)
+
+
+def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = json.loads((RESULTS / "1x-nvidia-h200/2026-11-28/fsdp.json").read_text())["grpo"]["megatron"]
+    predicted = grpo_step(monkeypatch, "0.6b", 128, 256, 16)
+    for phase, key in (("generate", "generate_s"), ("train_step", "train_step_s"), ("step", "median_s")):
+        assert predicted[phase] == pytest.approx(measured[key], rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "case", "rows", "length", "micro", "file", "row"), SFT)
+def test_steps_of_sft_take_as_long_as_predicted(
+    name: str, case: str, rows: int, length: int, micro: int, file: str, row: int
+) -> None:
+    check(name, sft_step(case, rows, length, micro), seconds_of(file, row))
+
+
+def test_fsdp_steps_take_as_long_as_predicted() -> None:
+    rows = json.loads((RESULTS / "1x-nvidia-h200/2026-11-28/fsdp.json").read_text())["sft"]
+    measured = next(row["median_s"] for row in rows if row["side"] == "dagrl fsdp")
+    check("SFT, 0.6B, FSDP", sft_step("0.6b:dp1" + FSDP, 16, 2048, 8), measured)
+
+
+@pytest.mark.parametrize(("name", "model", "sequences", "completion", "micro", "file"), GRPO)
+def test_steps_of_grpo_take_as_long_as_predicted(
+    name: str, model: str, sequences: int, completion: int, micro: int, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(name, grpo_step(monkeypatch, model, sequences, completion, micro)["step"], seconds_of(file, 0))
+
+
+def test_phases_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (RESULTS / "4x-nvidia-h200/2026-11-27/grpo-0.6b-512.metrics.jsonl").read_text().splitlines()[2:]
+    steps, predicted = [json.loads(line) for line in lines], grpo_step(monkeypatch, "0.6b", 512, 256, 16)
+    for phase, key in (("generate", "generate"), ("train_step", "train_step"), ("step", "total")):
+        what = {"step": "GRPO, 0.6B, 512 x (120 + 256)"}.get(phase, f"... `{phase}`")
+        check(what, predicted[phase], median(step[f"timing_s/{key}"] for step in steps))
+
+
+def test_a_run_with_lengths_that_differ_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, times = step_times(load_config("dagrl/bench/gpu/step.yaml", ["cluster.num_gpus=2"]), "H200")
+    assert [time.phase for time in times] == ["generate", "reference_logprobs", "train_step", "refit", "overhead"]
+    result = json.loads((RESULTS / "2x-nvidia-h200/2026-11-28/third-form.json").read_text())
+    name = "GRPO, 0.6B, 256 x (120 + 1 to 1,024), reference policy, two GPUs"
+    check(name, step_seconds(config, times), result["step"]["after"][0]["median_s"])
+
+
+@pytest.mark.parametrize(("case", "rows", "micro", "file", "row"), LAYOUTS)
+def test_layouts_speed_up_tokens_as_predicted(case: str, rows: int, micro: int, file: str, row: int) -> None:
+    model = case.partition(":")[0]
+    alone, of_alone = ALONE[model]
+    predicted = sft_step(case, rows, 2048, micro) / rows / (sft_step(f"{model}:dp1", 24, 2048, alone) / 24)
+    assert predicted == pytest.approx(seconds_of(file, row) / rows / (seconds_of(of_alone, 0) / 24), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("case", "file"),
+    [("4B TP1->TP1", "2x-nvidia-h200/2026-11-26/refit.json"), ("30B EP2->TP2", "4x-nvidia-h200/2026-11-26/refit.json")],
+)
+def test_refits_take_as_long_as_predicted(case: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads((RESULTS / file).read_text())["cases"]
+    found = next(row for row in rows if (row["name"], row["method"], row["dtype"]) == (case, "dagrl", "bf16"))
+    config, _ = grpo(monkeypatch, "4b", 8, 256, 4)
+    config, model = (
+        config.with_keys({"policy.generation.colocated.enabled": False}),
+        Decoder.of(workloads.SHAPES["qwen3-4b"].config),
+    )
+    predicted = refit_time(config, RunPlan.of(config), model, H200, found["bytes_into_rank"] / 2)
+    assert sum(predicted.values()) == pytest.approx(found["median_s"], rel=0.2)
+
+
+def test_engine_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a loop over engine steps, with more sequences than slots."""
+    config, rows = grpo(monkeypatch, "0.6b", 16, 64, 2)
+    config = config.with_keys({"policy.generation.vllm_cfg.max_num_seqs": 3, "policy.generation.max_new_tokens": 64})
+    rows = replace(rows, completions=[1 + number**2 % 23 for number in range(16)], lengths=[40] * 16)
+    model = Decoder.of(workloads.SHAPES["qwen3-0.6b"].config)
+    prompt = (rows.tokens - sum(rows.completions)) / 16
+    waiting, running, seconds, steps = list(rows.completions), list[list[float]](), 0.0, 0
+    while waiting or running:
+        while waiting and len(running) < 3:
+            running.append([waiting.pop(0), prompt])
+        tokens = sum(context + 0.5 for _, context in running)
+        read = 2 * model.weights + tokens / 0.98 * 2 * 2 * 28 * 1024 + len(running) * 160 * 151936
+        seconds, steps = seconds + 28 * 51e-6 + read / H200.memory, steps + 1
+        running = [[left - 1, context + 1] for left, context in running if left > 1]
+    parts, about = generate_time(config, model, H200, rows)
+    assert parts["decoding"] == pytest.approx(seconds, rel=1e-6) and about.endswith(f" in {steps} engine steps")
+
+
+def test_completions_have_their_mean_and_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each token were the last one with the same probability: exponential, cut off."""
+    config, _ = grpo(monkeypatch, "0.6b", 2048, 128, 16)
+    config = config.with_keys({"policy.generation.max_new_tokens": 128})
+    lengths = generated_rows(config, [120], 64).completions
+    assert sum(lengths) / 2048 == pytest.approx(64 * (1 - math.exp(-2)), rel=0.02)
+    assert sum(length == 128 for length in lengths) / 2048 == pytest.approx(math.exp(-2), rel=0.03)
+    assert set(generated_rows(config, [120]).completions) == {128}
+
+
+def test_shared_prompts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = grpo(monkeypatch, "0.6b", 128, 64, 16)
+    rows = generated_rows(config, [1000])
+    assert rows.saved == pytest.approx(128 * 1000 * 7 / 8 / (128 * 1064))
+    count, width = split_rows(config.policy, rows, trains=True)
+    assert 16 * 1000 + 128 * 64 <= count * width <= 1.3 * (16 * 1000 + 128 * 64)
+
+
+@pytest.mark.parametrize(
+    ("keys", "phase", "reason"),
+    [
+        ({"policy.worker": "mine:Worker"}, "train_step", "mine:Worker: a worker of your own"),
+        ({"policy.peft.enabled": True}, "train_step", "adapters: counted as all weights"),
+        ({"policy.generation.vllm_cfg.enforce_eager": True}, "generate", "an engine without CUDA graphs: not measured"),
+        ({"policy.generation.vllm_cfg.precision": "fp8"}, "generate", "an engine in FP8: not measured"),
+        ({"policy.generation.worker": "mine:Engine"}, "generate", "mine:Engine: a worker of your own"),
+    ],
+)
+def test_what_is_not_known_is_no_prediction(
+    keys: dict[str, Any], phase: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, rows = grpo(monkeypatch, "0.6b", 128, 64, 16)
+    config, shape = config.with_keys(keys), workloads.SHAPES["qwen3-0.6b"].config
+    times = run_times(config, RunPlan.of(config), shape, H200, rows)
+    assert {time.phase: time.unknown for time in times if time.unknown} == {phase: (reason,)}
+
+
+def test_engines_of_asynchronous_runs_generate_at_the_same_time() -> None:
+    config, _ = bench_config("0.6b:dp1", 1, 8, 1)
+    times = [PhaseTime(name, {"": value}) for name, value in (("generate", 3), ("train_step", 2), ("refit", 1))]
+    ahead = config.with_keys({"grpo.async_grpo.enabled": True})
+    assert (step_seconds(config, times), step_seconds(ahead, times)) == (6, 4)
+
+
+def test_inspect_prints_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    example = ["inspect", "examples/grpo_gpu.yaml", "--time"]
+    assert main([*example, "H200"]) == 0
+    text = capsys.readouterr().out
+    assert "128 completions of 4 tokens in 4 engine steps" in text and text.splitlines()[-1].startswith("step  ")
+    assert main([*example, "A10"]) == 2
+    assert "--time A10: its rates are not known; expected: H200, H100" in capsys.readouterr().err
+
+
+def test_recomputation_takes_another_forward_pass() -> None:
+    config, model = bench_config("4b:dp1" + FSDP, 1, 16384, 1)
+    rows, keys = Rows([16384], 16383), {"policy.fsdp_cfg.activation_checkpointing": "full"}
+    whole, again = (train_time(one.policy, Decoder.of(model), H200, rows)[0] for one in (config, config.with_keys(keys)))
+    assert again["attention"] == pytest.approx(whole["attention"] * 4 / 3)
