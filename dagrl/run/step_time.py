@@ -294,7 +294,6 @@ def _unknown(config: Config, phase: str, policy: PolicyConfig, model: Decoder) -
             "layers without torch_compile: not measured": fsdp and not policy.fsdp_cfg.torch_compile,
             "cpu_offload: not measured": fsdp and policy.fsdp_cfg.cpu_offload,
             "adapters: counted as all weights": policy.peft.enabled,
-            "products in FP8: counted as bfloat16": policy.megatron_cfg.fp8_cfg.enabled and not fsdp,
         }
     return tuple(text for text, here in reasons.items() if here)
 
