@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from dagrl.errors import ConfigError
 from dagrl.workers.fsdp.architecture import layer_configs
 from dagrl.workers.fsdp.context import ROW_POSITIONS
+from dagrl.workers.train.cudnn_attention import cudnn_attention, faster
 from dagrl.workers.train.microbatches import Segments
 
 TORCH_VARLEN = "torch_varlen"
@@ -86,10 +87,15 @@ def attend(
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
         max_length_q = max_length_k = tokens
+    assert cu_seq_lens_k is not None and max_length_q is not None and max_length_k is not None
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     width = v.shape[-1]
     if width != size:  # MLA
         v = pad(v, (0, size - width))
+    if sliding_window is None and faster(q, max_length_k):
+        scale = size**-0.5 if scaling is None else scaling
+        out = cudnn_attention(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale)
+        return out.view(rows, tokens, heads, size)[..., :width], None
     window = None if sliding_window is None else sliding_window - 1
     out = torch.ops.aten._flash_attention_forward(
         *(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),

@@ -46,6 +46,7 @@ from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split
 from dagrl.workers.fsdp.media import MediaInputs
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.fsdp.versions import apply_expert_parallelism, parallel_plans, plan_key
+from dagrl.workers.train import cudnn_attention
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.microbatches import Segments
 
@@ -443,6 +444,7 @@ def _kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 
 _ATTENTION = {
+    cudnn_attention.FORWARD,
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

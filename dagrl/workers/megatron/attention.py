@@ -3,8 +3,8 @@
 Megatron's local modules do not support context parallelism and packed sequences (`DotProductAttention`) or sequence
 parallelism (`WrappedTorchNorm`). Rows of one sequence each use torch's causal attention: they are padded on the right, so no
 token sees padding and no mask is needed. Packed rows and rows split over context-parallel workers come with `Segments`. In
-half precision on a GPU, flash attention processes all segments in one launch, or cuDNN where Transformer Engine is installed
-(`dagrl.workers.megatron.kernels`); elsewhere torch's attention processes them one by one. Imported only where Megatron is.
+half precision on a GPU, flash attention or cuDNN processes all segments in one launch; elsewhere torch's attention processes
+them one by one. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dagrl.workers.train.cudnn_attention import cudnn_attention, faster
 from dagrl.workers.train.microbatches import Microbatch, RoutedTokens, Segments
 
 SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
@@ -134,6 +135,9 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         if segments.prefixes is not None:
             out: Tensor = _PrefixAttention.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
             return out
+        if faster(query, segments.rounded_key):
+            sizes = segments.query_starts, segments.key_starts, segments.rounded_query, segments.rounded_key
+            return cudnn_attention(query, key, value, *sizes, scale, from_end=segments.key_order is not None)
         settings = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
         out = torch.ops.aten._flash_attention_forward(query, key, value, *segments.sizes, **settings)[0]
         return out
