@@ -63,6 +63,7 @@ FLASH, CUDNN = (0.27, 850), (0.455, 700)
 TRAFFIC, LOGIT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 7.1, 14.5, 8, 55
 
 LAUNCH_S = 4.5e-3  # to launch a layer's kernels for a microbatch, forward and backward, from Python
+WAITING = 0.2  # share of a phase from which on launches on other hosts would make another time
 PHASE_S = 0.012  # of a phase, in which rows are split and copied, and metrics read
 
 # Of engines: seconds of a layer with any batch, bytes moved to sample from a logit, share of the memory's rate at which KV
@@ -261,7 +262,9 @@ def run_times(
             about = f"{steps} x {about}" if steps > 1 else about
             if phase.startswith("reference") and policy.reference_weights == "host":  # there and back, in both directions
                 parts["weights to the GPU"] = 4 * state_bytes(policy, model, weights).get("weights", 0.0) / gpu.host
-        times.append(PhaseTime(phase, parts, about, _unknown(config, phase, policy, model)))
+        waits = parts.get("waiting for launches", 0.0) > WAITING * sum(parts.values())
+        reasons = ("launches take longer than kernels: how long depends on the host",) if waits else ()
+        times.append(PhaseTime(phase, parts, about, (*_unknown(config, phase, policy, model), *reasons)))
     shared = [role for role in memory if role.role in plan.sharing]
     excess = sum(role.total for role in shared) - gpu.capacity
     if plan.takes_turns and excess > 0:

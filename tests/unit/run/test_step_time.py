@@ -84,7 +84,7 @@ def row_of(file: str, row: int) -> dict[str, Any]:
 def seconds_of(file: str, row: int) -> float:
     """Returns what a row of a file measured."""
     values = row_of(file, row)
-    return float(values["step_ms"] / 1000 if "step_ms" in values else values["ours_s"])
+    return float(values["step_ms"] / 1000 if "step_ms" in values else values.get("ours_s") or values["median_s"])
 
 
 def sft_step(case: str, rows: int, length: int, micro: int) -> float:
@@ -105,7 +105,7 @@ def grpo_step(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int) -> dict[
     config, rows = grpo(monkeypatch, model, *sizes)
     shape = workloads.SHAPES[workloads.MODELS[model]].config
     times = run_times(config, RunPlan.of(config), shape, H200, rows)
-    assert not any(time.unknown for time in times)
+    assert not any(time.unknown for time in times if time.phase != "train_step" or sizes[-1] > 1)
     return {time.phase: time.seconds for time in times} | {"step": step_seconds(config, times)}
 
 
@@ -253,6 +253,14 @@ def test_what_is_not_known_is_no_prediction(
     config, shape = config.with_keys(keys), workloads.SHAPES["qwen3-0.6b"].config
     times = run_times(config, RunPlan.of(config), shape, H200, rows)
     assert {time.phase: time.unknown for time in times if time.unknown} == {phase: (reason,)}
+
+
+def test_steps_that_wait_for_launches_are_no_prediction() -> None:
+    """A microbatch of 0.6B with 256 tokens takes as long as its launches, whose time is that of another host."""
+    config, model = bench_config("0.6b:dp1", 16, 256, 1)
+    (step, _) = run_times(config, RunPlan.of(config), model, H200, Rows([256] * 16, 16 * 255))
+    assert step.unknown == ("launches take longer than kernels: how long depends on the host",)
+    assert step.parts["waiting for launches"] == pytest.approx(16 * 28 * 4.5e-3, rel=0.3)
 
 
 def test_engines_of_asynchronous_runs_generate_at_the_same_time() -> None:
