@@ -55,8 +55,9 @@ GPUS = {
 PRODUCTS = 0.72  # share of the FLOPs that matrix products reach
 
 # Share that attention reaches in endless sequences, and the length that reaches half of it: FlashAttention 2 in packed rows
-# without Transformer Engine, cuDNN otherwise.
+# with less work than this (`cudnn_attention.LEAST_WORK`), cuDNN otherwise.
 FLASH, CUDNN = (0.27, 850), (0.455, 700)
+LEAST_WORK = 1 << 36
 
 # Bytes that a training step's other kernels move: for each byte saved for the backward pass, for each logit, for each weight
 # by a microbatch, which adds to its gradient, and by the optimizer.
@@ -166,9 +167,9 @@ def train_time(
     split, tokens = layout.tp * layout.pp, count * width / layout.cp
     logits = model.vocabulary / layout.tp * rows.scored / layout.cp
     products = 2 * passes * tokens * active_weights(model) / split + 2 * (3 if trains else 1) * logits * model.hidden
-    whole = not policy.sequence_packing.enabled or 2 * rows.tokens / len(rows.lengths) > width  # rows of one sequence
-    cudnn = fsdp or (whole and layout.cp == 1) or megatron.transformer_engine == "always"
-    share, half = CUDNN if cudnn else FLASH
+    alone = not policy.sequence_packing.enabled or 2 * rows.tokens / len(rows.lengths) > width  # a sequence for each row
+    large = width / layout.cp * model.queries / layout.tp * max(rows.lengths) >= LEAST_WORK and not policy.deterministic
+    share, half = CUDNN if alone or large or megatron.transformer_engine == "always" else FLASH
     pairs = sum(length * (length + half) / 2 for length in rows.lengths)  # over the part of the share that is reached
     moved = TRAFFIC * passes / 3 * saved_bytes(policy, model) * tokens / layout.pp + LOGIT_BYTES * logits
     own = ((weights or model.weights) - model.expert_weights * (1 - 1 / layout.ep)) / split

@@ -22,6 +22,7 @@ from dagrl.machine import Gpu
 from dagrl.run.memory import Decoder
 from dagrl.run.step_time import (
     GPUS,
+    LEAST_WORK,
     PhaseTime,
     Rows,
     generate_time,
@@ -32,20 +33,21 @@ from dagrl.run.step_time import (
     step_seconds,
     train_time,
 )
+from dagrl.workers.train import cudnn_attention
 from tests.unit.run.test_memory import FSDP, PACKED, bench_config
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "dagrl" / "bench" / "results"
 H200 = GPUS["H200"]
 GRAPHS = " policy.megatron_cfg.cuda_graphs=true"
-ENGINE = " policy.megatron_cfg.transformer_engine=always"
+FLASH = " policy.deterministic=true"  # FlashAttention 2 for packed rows, as before cuDNN computed them
 SHARDED = " policy.megatron_cfg.use_distributed_optimizer=true"
 
 FITTED = [  # SFT steps by `dagrl bench train`: case, rows, length, sequences of a microbatch, file, row
     ("0.6b:dp1" + GRAPHS, 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 0),
     ("0.6b:dp1", 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 1),
-    ("0.6b:dp1" + PACKED + GRAPHS + ENGINE, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 0),
-    ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 1),
+    ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 0),
+    ("0.6b:dp1" + PACKED + GRAPHS + FLASH, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 1),
     ("4b:dp1", 16, 2048, 4, "4x-nvidia-h200/2026-11-26/train-4b.json", 0),
 ]
 GENERATION = [  # model, sequences, completion, file, row: fitted, too
@@ -57,9 +59,17 @@ GENERATION = [  # model, sequences, completion, file, row: fitted, too
 SFT = [  # as `FITTED`, with the name in docs/gpu.md
     ("SFT, 8B with 28 layers", "8b@28:dp1", 64, 2048, 1, "2x-nvidia-h200/2026-11-26/train-8b.json", 0),
     ("SFT, 4B with 18 layers", "4b@18:dp1", 16, 2048, 2, "2x-nvidia-h200/2026-11-26/train-checkpoint.json", 0),
-    ("SFT, 4B, 4,096 tokens, packed", "4b:dp1" + PACKED, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 3),
-    ("..., Transformer Engine", "4b:dp1" + PACKED + ENGINE, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 2),
-    ("SFT, 30B-A3B with 3 layers", "30b@3:dp1" + PACKED, 16, 2048, 4, "2x-nvidia-h200/2026-11-26/train-experts.json", 0),
+    ("SFT, 4B, 4,096 tokens, packed", "4b:dp1" + PACKED, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 2),
+    ("... by FlashAttention 2", "4b:dp1" + PACKED + FLASH, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 3),
+    (
+        "SFT, 30B-A3B with 3 layers",
+        "30b@3:dp1" + PACKED + FLASH,
+        16,
+        2048,
+        4,
+        "2x-nvidia-h200/2026-11-26/train-experts.json",
+        0,
+    ),
 ]
 GRPO = [  # name, model, sequences, completion, sequences of a microbatch, file
     ("GRPO, 0.6B, 2,048 x (120 + 256)", "0.6b", 2048, 256, 16, "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json"),
@@ -96,7 +106,8 @@ def sft_step(case: str, rows: int, length: int, micro: int) -> float:
 def grpo(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int, completion: int, micro: int) -> tuple[Config, Rows]:
     monkeypatch.setattr(workloads, "gpus", lambda: [Gpu("GPU-0", "NVIDIA H200", 143771, "580", (9, 0))])
     case = rollout_case("", model, str(sequences), completion, micro=micro, tiny=False, kv_share=0.4)
-    config = Config.model_validate(grpo_config(case, Path("m"))).with_keys({"policy.worker": "dagrl:MegatronWorker"})
+    config = Config.model_validate(grpo_config(case, Path("m")))
+    config = config.with_keys({"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True})  # `FLASH`
     return config, generated_rows(config, [case.prompt])
 
 
@@ -197,6 +208,10 @@ def test_refits_take_as_long_as_predicted(case: str, file: str, monkeypatch: pyt
     )
     predicted = refit_time(config, RunPlan.of(config), model, H200, found["bytes_into_rank"] / 2)
     assert sum(predicted.values()) == pytest.approx(found["median_s"], rel=0.2)
+
+
+def test_packed_rows_with_enough_work_take_cudnn() -> None:
+    assert LEAST_WORK == cudnn_attention.LEAST_WORK
 
 
 def test_engine_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
