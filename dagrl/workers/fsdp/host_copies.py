@@ -8,7 +8,7 @@ torch is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,22 +20,27 @@ LEAST_BYTES = 1 << 20
 """Smaller tensors stay on the GPU."""
 
 
-class _Copy:
-    """A saved tensor in host memory. `device` is set once it is on its way back; `ready` when it has arrived."""
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def __init__(self, tensor: Tensor, group: list[_Copy], stream: torch.cuda.Stream | None) -> None:
-        pinned = stream is not None
+
+class _Copy:
+    """A saved tensor in host memory. `_device` is set while it is on its way back, and `_ready` says when it has arrived."""
+
+    def __init__(self, tensor: Tensor, group: list[_Copy]) -> None:
+        self._stream, self._from, self.group = _copy_stream(tensor.device), tensor.device, group
+        pinned = self._stream is not None
         self._host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=pinned)
-        self._from, self._stream, self.group = tensor.device, stream, group
         self._device: Tensor | None = None
         self._ready: torch.cuda.Event | None = None
-        if stream is None:
+        if self._stream is None:
             self._host.copy_(tensor)
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
+        tensor.record_stream(self._stream)
 
     def fetch(self) -> None:
         """Starts the copy back, unless it has started."""
@@ -63,9 +68,6 @@ class HostCopies:
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], before: HostCopies | None) -> None:
         self._layer, self._forward, self._before = layer, forward, before
         self._group: list[_Copy] = []
-        self._stream: torch.cuda.Stream | None = None
-        if torch.cuda.is_available():
-            self._stream = before._stream if before is not None else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = (one.to_local() if isinstance(one, DTensor) else one for one in self._layer.parameters())
@@ -76,9 +78,10 @@ class HostCopies:
             return self._forward(*args, **kwargs)
 
     def _pack(self, group: list[_Copy], staying: set[int], tensor: Tensor) -> Tensor | _Copy:
-        if type(tensor) is not Tensor or tensor.nbytes < LEAST_BYTES or tensor.untyped_storage().data_ptr() in staying:
+        small = tensor.nbytes < LEAST_BYTES or 0 in tensor.stride()
+        if type(tensor) is not Tensor or small or tensor.untyped_storage().data_ptr() in staying:
             return tensor
-        group.append(_Copy(tensor, group, self._stream))
+        group.append(_Copy(tensor, group))
         return group[-1]
 
     def _unpack(self, saved: Tensor | _Copy) -> Tensor:
