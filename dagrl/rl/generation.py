@@ -44,11 +44,6 @@ def quantum_seconds(batch: Batch) -> float:
     return batch.number("seconds", math.inf)
 
 
-def quantum_streams(batch: Batch) -> bool:
-    """Whether a quantum returns the new tokens of all running requests: the scalar `stream`."""
-    return bool(batch.number("stream", 0))
-
-
 @dataclass(frozen=True)
 class RequestOptions:
     """Sampling parameters of a request that differ from the configuration (None: as configured), and its stop strings."""
@@ -80,8 +75,7 @@ def quantum_options(batch: Batch) -> dict[int, RequestOptions]:
 class FinishedRequest:
     """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each.
 
-    Without a finish reason these are the new tokens of a running request that streams. `experts`: with
-    `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
+    `experts`: with `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
     """
 
     request_id: int
@@ -108,12 +102,12 @@ def checksum(tokens: Sequence[int], before: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Generated:
-    """The `m` requests that finished in a quantum, or whose new tokens stream, sorted by id; the longest has `L` new tokens.
+    """The `m` requests that finished in a quantum, sorted by id; the longest has `L` new tokens.
 
     `logprobs` are of the sampling distribution: after temperature, top-p and top-k, or the model's own at temperature 0.
-    `finish_reasons` are `stop` or `length`, or empty for the new tokens of a running request. `running` has id, number of
-    new tokens and checksum of the `r` requests that stay in the engine. `experts` are the requests' records, or none at all.
-    `digest` covers everything except log-probabilities and records.
+    `finish_reasons` are `stop` or `length`. `running` has id, number of new tokens and checksum of the `r` requests that
+    stay in the engine. `experts` are the requests' records, or none at all. `digest` covers everything except
+    log-probabilities and records.
     """
 
     request_ids: IntArray  # [m]

@@ -190,7 +190,7 @@ def generate_plan(config: Config) -> PhasePlan:
     token_bytes = 3 * 8  # id, log-probability, version
     result_bytes = requests * (generation.max_new_tokens * token_bytes + 256) + OVERHEAD_BYTES
     shards, widest = generation.vllm_cfg.layout.dp, bucket_widths(config.policy)[-1]
-    scalars: dict[str, Scalar] = {"engine_steps": (FIRST_QUANTUM,) * shards, "stream": 1, "seconds": QUANTUM_SECONDS}
+    scalars: dict[str, Scalar] = {"engine_steps": (FIRST_QUANTUM,) * shards, "seconds": QUANTUM_SECONDS}
     if config.environment.agent is not None:  # room for the options of its requests; every shard gets all of it
         scalars["options"] = " " * (OPTION_BYTES * requests * shards)
     sizes = sorted({min(4, requests), min(32, requests), requests})  # few or many new requests: padding is copied

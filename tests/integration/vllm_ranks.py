@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, quantum_streams
+from dagrl.rl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.store import reserve_port
@@ -82,7 +82,7 @@ class Engine:
 
     def run(self, batch: Batch) -> list[FinishedRequest]:
         """Generates until no request is left."""
-        results, later = [self.generate(batch)], requests([], []).with_scalars(stream=int(quantum_streams(batch)))
+        results, later = [self.generate(batch)], requests([], [])
         while results[-1].unfinished:
             results.append(self.generate(later))
         rows = [result.request(row) for result in results for row in range(len(result))]

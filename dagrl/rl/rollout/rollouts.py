@@ -67,8 +67,6 @@ class Rollouts:
         self._waiting: dict[int, PendingRequest] = {}
         self._quanta: deque[tuple[tuple[int, ...], Quantum]] = deque()  # with the engine steps requested from each shard
         self._next_request = 0
-        self._streams = config.on_failure == "restart" and turns.can_wait
-        self._known: dict[int, list[FinishedRequest]] = {}  # tokens of running requests, for when their engine dies
 
     @property
     def busy(self) -> bool:
@@ -143,9 +141,9 @@ class Rollouts:
     def replace(self, error: WorkerError) -> list[RolloutGroup]:
         """Replaces engines that failed in a quantum or a refit; returns the groups that are complete.
 
-        Requests of engines that go on are not disturbed if all their results arrived. Others are generated elsewhere, from
-        the tokens that are known here. New engines get requests after the next refit and `serve`. Raises `error` if the run
-        has to restart.
+        Requests of engines that go on are not disturbed if all their results arrived. Others are generated elsewhere, those
+        of dead engines from the start of their turn. New engines get requests after the next refit and `serve`. Raises
+        `error` if the run has to restart.
         """
         self._replace(error, [])
         return self._take_complete()
@@ -200,7 +198,7 @@ class Rollouts:
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
         limit = {} if self.quantum_size.most_s is None else {"seconds": self.quantum_size.most_s}
-        batch = self._batch(requests).with_scalars(engine_steps=engine_steps, stream=int(self._streams), **limit)
+        batch = self._batch(requests).with_scalars(engine_steps=engine_steps, **limit)
         if options := options_text({request: self._requests[request][1].options for request in requests}):
             batch = batch.with_scalars(options=options)
         self._quanta.append((engine_steps, self._engines.submit(batch, rows)))
@@ -217,13 +215,10 @@ class Rollouts:
         self._take_all(result.generated)
 
     def _take_all(self, generated: Iterable[Generated]) -> None:
-        """Takes finished requests, and the new tokens of those that run."""
+        """Takes finished requests."""
         ended = []
         for result in [request for part in generated for request in part.requests()]:
             group, episode = self._requests[result.request_id]
-            if not result.finish_reason:
-                self._known.setdefault(result.request_id, []).append(result)
-                continue
             self._forget(result.request_id)
             episode.append(result)
             episode.turns += 1
@@ -249,13 +244,12 @@ class Rollouts:
                 self._move(list(shard.requests), tokens)
 
     def _move(self, requests: Sequence[int], tokens: Mapping[int, FinishedRequest]) -> None:
-        """Makes these requests wait for any engine again, with their `tokens` so far, or else those known here."""
+        """Makes these requests wait for any engine again, with their `tokens` so far."""
         for request in requests:
             turn = self._requests[request]
-            parts = [tokens[request]] if request in tokens else self._known.get(request, [])
             self._forget(request)
-            for part in parts:
-                turn[1].append(part)
+            if request in tokens:
+                turn[1].append(tokens[request])
             self._request([turn])
 
     def _drop_cancelled(self) -> None:
@@ -272,7 +266,6 @@ class Rollouts:
     def _forget(self, request: int) -> None:
         del self._requests[request]
         self._waiting.pop(request, None)
-        self._known.pop(request, None)
         for shard in self._shards:
             shard.requests.pop(request, None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -133,16 +133,13 @@ class _Running:
     """State of a running request. `name` is vLLM's own for it.
 
     `starts` has `(version, tokens generated before it)` for each version that worked on it. `progress` is what the last
-    quantum reported. `streamed` and `streamed_parts` are the tokens that quanta have returned so far, and the arrays of
-    log-probabilities.
+    quantum reported.
     """
 
     request: Request
     name: str
     progress: RequestProgress
     starts: list[tuple[int, int]]
-    streamed: int = 0
-    streamed_parts: int = 0
 
 
 class QuantumEngine:
@@ -187,12 +184,8 @@ class QuantumEngine:
         """Maximum length of prompt plus continuation, in tokens."""
         return int(self._engine.model_config.max_model_len)
 
-    def run(
-        self, requests: Sequence[Request], engine_steps: int, seconds: float = math.inf, *, stream: bool = False
-    ) -> Generated:
+    def run(self, requests: Sequence[Request], engine_steps: int, seconds: float = math.inf) -> Generated:
         """Adds requests, runs up to `engine_steps` steps and returns what finished. With 0 steps it drains the engine.
-
-        With `stream` it also returns the new tokens of all running requests.
 
         Once `seconds` of wall-clock time have passed, the quantum ends after the current step. Tensor-parallel ranks ignore
         `seconds`: their clocks differ, and a rank that stopped alone would leave the others waiting.
@@ -202,7 +195,7 @@ class QuantumEngine:
         if engine_steps == 0 or not self._running:
             self.drain()
         finished, self._held = self._held + finished, []
-        return pack_generated([*finished, *(self._new() if stream else ())], self._progress(), steps)
+        return pack_generated(finished, self._progress(), steps)
 
     def warm_up(self, requests: Sequence[Request], engine_steps: int) -> Generated:
         """Runs a quantum and removes every trace of `requests`, whose ids are negative so that they cannot collide.
@@ -395,19 +388,6 @@ class QuantumEngine:
         versions = _token_versions(running.starts, len(tokens))
         experts = None if self._recorder is None else self._recorder.peek(running.name, tokens)
         return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
-
-    def _new(self) -> Iterator[FinishedRequest]:
-        """Yields the new tokens of the running requests, without a finish reason. Long sequences are not read again."""
-        states = self._states()
-        for name, running in self._running.items():
-            if name in states:
-                begin, parts = running.streamed, states[name].logprobs_processor.logprobs
-                tokens = [int(token) for token in states[name].detokenizer.output_token_ids[begin:]]
-                logprobs = _flat(parts[running.streamed_parts :])
-                running.streamed, running.streamed_parts = begin + len(tokens), len(parts)
-                versions = _token_versions(running.starts, running.streamed)[begin:]
-                if tokens:
-                    yield FinishedRequest(running.request.request_id, tokens, logprobs, versions, "")
 
     def _states(self) -> dict[str, Any]:
         """Returns vLLM's state of each request, by our name for it."""

@@ -27,7 +27,6 @@ from dagrl.rl.generation import (
     quantum_options,
     quantum_seconds,
     quantum_steps,
-    quantum_streams,
 )
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
@@ -227,8 +226,8 @@ class VllmWorker:
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
         [n], and in runs with images `media` [n, P] (`dagrl.data.media`). Scalars: `engine_steps`, of all shards or of each
         (optional in a warm-up); 0 drains the engine. `seconds` (optional): a single-rank engine ends the quantum after the
-        step in which they have passed. `stream` (optional): unless it is 0, the new tokens of running requests are returned
-        too. `options` (optional): how some requests are sampled (`dagrl.rl.generation.RequestOptions`).
+        step in which they have passed. `options` (optional): how some requests are sampled
+        (`dagrl.rl.generation.RequestOptions`).
         """
         if self._torn is not None:
             raise RunError(f"the weights may be torn: {self._torn}. Replay a complete refit before generating")
@@ -239,7 +238,7 @@ class VllmWorker:
         steps = quantum_steps(batch, self.context.coordinates.dp)
         if in_warmup():
             return self._warm_up(engine, batch, steps)
-        return engine.run(_requests(batch), steps, quantum_seconds(batch), stream=quantum_streams(batch))
+        return engine.run(_requests(batch), steps, quantum_seconds(batch))
 
     def merge_generated(self, parts: Sequence[Generated]) -> Generated:
         """Merges the results of a shard's ranks. Raises RunError if they differ."""
@@ -282,7 +281,7 @@ class VllmWorker:
             self._asleep -= set(wanted)
 
     def unfinished_requests(self) -> list[FinishedRequest]:
-        """Returns the tokens of unfinished requests for a checkpoint. The requests continue."""
+        """Returns the tokens of unfinished requests. The requests continue."""
         engine = self._require_engine()
         self._enter_device()
         return engine.snapshot()

@@ -7,7 +7,7 @@ makes one token of each running request. Its log-probability tells which policy 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +30,6 @@ from dagrl.rl.generation import (
     RequestProgress,
     pack_generated,
     quantum_steps,
-    quantum_streams,
 )
 from dagrl.rl.rewards import Rewards, SampleReward, check_failures
 from dagrl.rl.rollout import experience
@@ -143,22 +142,17 @@ class Engines:
         self.layout, self.role = ParallelLayout(dp=vllm.data_parallel_size), SimpleNamespace(name="generation")
         self.slots, self.version = vllm.max_num_seqs, 0
         self.requests: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layout.dp)]
-        self.asked: list[list[int]] = []  # the tokens that each request began with
-        self.lost: list[list[int]] = []  # tokens of unfinished requests that dead engines had returned before
 
     def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Parts:
         """Runs one quantum on every living shard."""
         assert ("seconds" in batch.scalars) == self.timed, "quanta of a fixed number of steps have no time limit"
-        streams = quantum_streams(batch)
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():
                 names = ("request_ids", "seeds", "max_new_tokens", "lengths")
                 number, seed, limit, length = (int(batch[name][row]) for name in names)
                 assert limit > 0 and length > 0 and number not in shard
-                self.asked.append(batch["tokens"][row, :length].tolist())
                 drawn = random.Random(seed)  # noqa: S311
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
-                shard[number]["streamed"] = 0 if streams else None
         assert not any(self.requests[shard] for shard in self.empty), "requests for an engine without weights"
         present = self._present()
         steps = [quantum_steps(batch, number) for number in range(len(self.requests))]
@@ -193,8 +187,6 @@ class Engines:
         assert error.failures and self.dead
         replaced, self.dead = self.dead, set()
         for shard in replaced:
-            for request in self.requests[shard].values():
-                self.lost.append([token for token, _ in request["made"][: request["streamed"] or 0]])
             self.requests[shard] = {}
         self.empty |= replaced
         self.absent |= replaced
@@ -218,15 +210,7 @@ class Engines:
                 if len(request["made"]) >= min(request["ends"], request["limit"]):
                     reason = "stop" if request["ends"] <= request["limit"] else "length"
                     finished.append(self._made(number, shard.pop(number), reason))
-        return pack_generated([*finished, *self._new(shard)], map(RequestProgress, shard), steps)
-
-    def _new(self, shard: dict[int, dict[str, Any]]) -> Iterator[FinishedRequest]:
-        """Yields the tokens that the last quantum made for requests that stream."""
-        for number, request in shard.items():
-            if request["streamed"] is not None and len(request["made"]) > request["streamed"]:
-                new = {**request, "made": request["made"][request["streamed"] :]}
-                request["streamed"] = len(request["made"])
-                yield self._made(number, new, "")
+        return pack_generated(finished, map(RequestProgress, shard), steps)
 
     def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
         """Answers the plain calls of the group."""

@@ -125,11 +125,8 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
 
 @settings(deadline=None, max_examples=15)
 @given(seed=seeds, loop=st.sampled_from([{}, asynchronous(0, True), asynchronous(2, True)]), turns=st.booleans())
-def test_engines_that_die_at_any_moment_cost_no_step_and_no_token(seed: int, loop: dict[str, Any], turns: bool) -> None:
-    """Nothing is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit.
-
-    Other engines continue the sequences of a dead one after the tokens that its quanta had returned.
-    """
+def test_engines_that_die_at_any_moment_cost_no_step_and_no_group(seed: int, loop: dict[str, Any], turns: bool) -> None:
+    """No group is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit."""
     config = configuration(loop, turns=turns).model_copy(update={"on_failure": "restart"})
     run = Run(config, seed, dying=0.05)
     assert run.train() is None
@@ -137,8 +134,6 @@ def test_engines_that_die_at_any_moment_cost_no_step_and_no_token(seed: int, loo
     check_tokens(run.trained, loop.get("max_trajectory_age_steps", 0))
     for episode in (one for groups in run.trained.values() for one in episodes_of(groups)):
         assert episode.finish_reason in ("stop", "length") and len(episode.tokens) > 0
-    for tokens in filter(None, run.engines.lost):
-        assert any(asked[-len(tokens) :] == tokens for asked in run.engines.asked), "they are not made again"
 
 
 def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
