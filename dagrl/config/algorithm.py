@@ -72,9 +72,6 @@ class LossConfig(Section):
     token_level_loss: bool = True
     """Average over all tokens of the batch. false: over each sequence first, then over sequences."""
 
-    count_masked_sequences: bool = False
-    """Without `token_level_loss`: sequences without a token in the loss (filtered ones) count in the mean, as in TRL."""
-
     sequence_length_divisor: PositiveFloat | None = None
     """Without `token_level_loss`: divides each sequence's sum by this constant instead of its length (Dr.GRPO), such as
     `policy.generation.max_new_tokens`. null: by its length."""
@@ -260,9 +257,6 @@ class PpoConfig(Section):
 
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalized advantage estimation (arXiv:1506.02438). 1: returns less values; 0: one-step errors."""
-
-    whiten_advantages: bool = True
-    """Give advantages mean 0 and variance 1 over the tokens of the batch."""
 
 
 class SftConfig(LoopConfig):

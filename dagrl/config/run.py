@@ -70,9 +70,6 @@ class CheckpointConfig(Section):
     enabled: bool = True
     """Save checkpoints."""
 
-    checkpoint_dir: PathText | None = None
-    """Directory of the checkpoints. null: `<run>/checkpoints`."""
-
     save_period: PositiveInt = 10
     """Steps between checkpoints."""
 

@@ -9,7 +9,7 @@
       step_00000005.old/   a checkpoint being removed
 
     store = CheckpointStore(directory, keep_top_k=2, keep_last_k=3)
-    store.recover(resume=True)                        # once, at the start
+    store.recover()                                   # once, at the start
     latest = store.latest()                           # the verified newest checkpoint, or None
     directory = store.begin(state)
     with store.discarding(directory):
@@ -48,7 +48,6 @@ from dagrl.files import (
     verify_files,
     write_whole,
 )
-from dagrl.telemetry.record import RunPaths
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +106,10 @@ class CheckpointStore:
         self._sign = 1.0 if higher_is_better else -1.0
         self._unreadable: set[Path] = set()  # already warned about
 
-    def recover(self, *, resume: bool) -> None:
+    def recover(self) -> None:
         """Cleans up after a crash. Call it once, before anything is saved or loaded.
 
-        Removes interrupted saves, and completes a save that lacked only its final rename. Raises CheckpointError if the run
-        does not resume but there are checkpoints: old and new ones would be mixed.
+        Removes interrupted saves, and completes a save that lacked only its final rename.
         """
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         for path, _, suffix in self._entries():
@@ -120,16 +118,6 @@ class CheckpointStore:
             elif suffix:
                 logger.info("removing %s, left over from a save that did not finish", path)
                 remove_directory(path)
-        if not resume:
-            self.refuse_earlier()
-
-    def refuse_earlier(self) -> None:
-        """Raises CheckpointError if there are checkpoints, which those of a new run would be mixed with."""
-        if earlier := self._directories():
-            raise CheckpointError(
-                f"{self.root} already holds {len(earlier)} checkpoints of an earlier run, up to {earlier[-1].name}; a "
-                "new run expects none. Set checkpointing.resume=true, or checkpointing.checkpoint_dir to another directory"
-            )
 
     def begin(self, state: TrainState) -> Path:
         """Returns an empty directory for a checkpoint that `publish` completes."""
@@ -215,20 +203,6 @@ class CheckpointStore:
         matches = [(path, _NAME.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
         entries = [(path, int(match[1]), match[2] or "") for path, match in matches if match]
         return sorted(entries, key=lambda entry: entry[1:])
-
-
-def find_checkpoint(paths: RunPaths, *, resume: bool) -> Checkpoint | None:
-    """Returns the newest checkpoint of a run that resumes, verified. Changes nothing.
-
-    Raises CheckpointError for what `recover` and `latest` of the run's store would reject. A run that does not resume
-    renames its directory, with the checkpoints in it.
-    """
-    store = CheckpointStore(paths.checkpoints)
-    if resume:
-        return store.latest()
-    if not paths.checkpoints.is_relative_to(paths.directory):
-        store.refuse_earlier()
-    return None
 
 
 def load_checkpoint_directory(directory: Path) -> Checkpoint:

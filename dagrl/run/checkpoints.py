@@ -182,5 +182,5 @@ def require_shared(path: Path) -> None:
     if not path.exists():
         raise CheckpointError(
             f"train workers wrote {path}, but the driver does not find it: their hosts do not share this directory. "
-            "Put output_dir, and checkpointing.checkpoint_dir if set, on a file system that all hosts share"
+            "Put output_dir on a file system that all hosts share"
         )

@@ -34,7 +34,7 @@ from dagrl.rl.rollout.record import NO_REWARD
 from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
 from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.loops.optimizer_step import with_counts
-from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, least_sequences, open_trainer, split_minibatches
+from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, open_trainer, split_minibatches
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import train_buckets
 from dagrl.run.session import Session
@@ -211,7 +211,7 @@ def _shards(config: Config, batch: Batch, rows: Sequence[Any]) -> list[Batch]:
 
     Another width would change the last bits of sums.
     """
-    batch, longest = with_counts(batch, least_sequences(config, batch)), int(batch["lengths"].max())
+    batch, longest = with_counts(batch), int(batch["lengths"].max())
     bucket = next(bucket for bucket in train_buckets(config, batch.rows) if bucket.tokens >= longest)
     parts = [batch.select(shard) for shard in rows]
     return [Batch({name: pad_rows(column, bucket) for name, column in part.fields.items()}, part.scalars) for part in parts]

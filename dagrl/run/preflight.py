@@ -52,7 +52,7 @@ from dagrl.rl.preferences import gives_scores, is_unpaired
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.task_trial import try_environment, try_rewards
 from dagrl.rl.tools import load_tools, tool_schemas
-from dagrl.run.checkpoint_store import find_checkpoint
+from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.cluster import check_ray_directory, gpus_here, gpus_per_worker
 from dagrl.run.derive import (
     Derived,
@@ -170,12 +170,10 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     require_extras(config.logger)
     workers = worker_classes(config, plan)
     check_machine(config, plan)
-    paths, saving = RunPaths.of(config), config.checkpointing
+    paths = RunPaths.of(config)
     check_run_directory(paths)
     require_writable(paths.directory, f"output_dir {config.output_dir}")
-    if saving.enabled and saving.checkpoint_dir is not None:
-        require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {saving.checkpoint_dir}")
-    resumed = find_checkpoint(paths, resume=saving.resume) if checkpoints else None
+    resumed = CheckpointStore(paths.checkpoints).latest() if checkpoints and config.checkpointing.resume else None
     graphs = trace_phases(config, plan, workers)
     if plan.generates:
         _check_columns(config, plan, graphs, workers)

@@ -342,7 +342,7 @@ def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore,
         keep_last_k=section.keep_last_k,
         higher_is_better=section.higher_is_better,
     )
-    store.recover(resume=section.resume)
+    store.recover()
     return store, store.latest() if section.resume else None
 
 

@@ -27,7 +27,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,14 +61,11 @@ class RunPaths:
     """The paths that a run writes. They are absolute, because workers have other working directories."""
 
     directory: Path
-    checkpoints: Path
 
     @classmethod
     def of(cls, config: Config) -> RunPaths:
         """Returns the paths of the run of `config`. Creates nothing."""
-        directory = Path(config.output_dir).absolute() / config.name
-        checkpoints = config.checkpointing.checkpoint_dir
-        return cls(directory, Path(checkpoints).absolute() if checkpoints else directory / "checkpoints")
+        return cls(Path(config.output_dir).absolute() / config.name)
 
     config = _Below("config.yaml")
     metrics = _Below("metrics.jsonl")
@@ -76,6 +73,7 @@ class RunPaths:
     rollouts = _Below("rollouts")
     media = _Below("media")
     trace = _Below("trace.json")
+    checkpoints = _Below("checkpoints")
     final_model = _Below("final_model")
     init_model = _Below("init_model")
 
@@ -93,32 +91,19 @@ class RunPaths:
         return {name: path for name, path in named.items() if path.exists()}
 
 
-ADVICE = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
+ADVICE = "let that run end first, or choose another name or output_dir"
 
 
 @contextmanager
 def lock_run(paths: RunPaths, advice: str = ADVICE, *, existing: bool = False) -> Iterator[None]:
-    """Locks the run's directory, and that of its checkpoints if it is elsewhere, against other runs during the block.
+    """Locks the run's directory against other runs during the block.
 
-    The lock file of a directory is next to it, as a run may rename the directory. `existing`: takes only locks whose files
-    exist, to see whether the run is under way. Raises ConfigError with the advice, before anything is changed, if another
-    run holds a lock.
+    The lock file is next to it, as a run may rename the directory. `existing`: takes the lock only if its file exists, to
+    see whether the run is under way. Raises ConfigError with the advice if another run holds it.
     """
-    files = {paths.directory: _lock_of(paths.directory)}
-    if not paths.checkpoints.is_relative_to(paths.directory):
-        files[paths.checkpoints] = paths.checkpoints / ".lock"
-        owner = paths.checkpoints.parent
-        if (owner / paths.config.name).exists():  # the directory of another run
-            files[owner] = _lock_of(owner)
-    with ExitStack() as stack:
-        for directory, file in files.items():
-            if file.exists() or not existing:
-                stack.enter_context(locked(file, str(directory), advice))
+    file = paths.directory.with_name(f".{paths.directory.name}.lock")
+    with locked(file, str(paths.directory), advice) if file.exists() or not existing else nullcontext():
         yield
-
-
-def _lock_of(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.lock")
 
 
 def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = None) -> RunPaths:

@@ -31,12 +31,12 @@ class Ppo(Grpo):
         return rewards
 
     def token_advantages(self, rewards: Floats, values: Floats, mask: Floats) -> tuple[npt.ArrayLike, npt.ArrayLike]:
-        """Returns generalized advantages, whitened over the batch if `ppo.whiten_advantages` is on, and returns."""
+        """Returns generalized advantages, whitened over the batch, and returns."""
         from dagrl.rl.gae import advantages_and_returns, whitened
 
         ppo = self.config.ppo
         advantages, returns = advantages_and_returns(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam)
-        return (whitened(advantages, mask) if ppo.whiten_advantages else advantages), returns
+        return whitened(advantages, mask), returns
 
 
 class Values(Algorithm):

@@ -30,21 +30,16 @@ def replay_batch(
     return collect_batch(replays, phase, submit_batch(replays, phase, batch, shard_rows), step=step)
 
 
-def submit_batch(
-    replays: Replays, phase: str, batch: Batch, shard_rows: ShardRows | None = None, least_sequences: int = 0
-) -> Replay:
-    """Starts what `replay_batch` does. `least_sequences`: see `with_counts`."""
-    return replays.submit(phase, with_counts(batch, least_sequences), shard_rows)
+def submit_batch(replays: Replays, phase: str, batch: Batch, shard_rows: ShardRows | None = None) -> Replay:
+    """Starts what `replay_batch` does."""
+    return replays.submit(phase, with_counts(batch), shard_rows)
 
 
-def with_counts(batch: Batch, least_sequences: int = 0) -> Batch:
-    """Adds what losses are divided by: tokens in the loss, and rows with at least one.
-
-    Means over sequences divide by `least_sequences` if fewer have a token in the loss.
-    """
+def with_counts(batch: Batch) -> Batch:
+    """Adds what losses are divided by: tokens in the loss, and rows with at least one."""
     tokens = batch["loss_mask"].sum(axis=1, dtype="float64")
-    sequences = max(int((tokens > 0).sum()), least_sequences)
-    return batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=float(sequences))
+    sequences = float((tokens > 0).sum())
+    return batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=sequences)
 
 
 def collect_batch(replays: Replays, phase: str, replay: Replay, *, step: int) -> StepMetrics:

@@ -151,7 +151,7 @@ class PolicyTrainer:
         """Starts an optimizer step, if the minibatch has a token in the loss."""
         if not minibatch["loss_mask"].any():
             return None
-        return submit_batch(self.replays, "train_step", minibatch, shard_rows, least_sequences(self.config, minibatch))
+        return submit_batch(self.replays, "train_step", minibatch, shard_rows)
 
     def _critic_step(self, batch: Batch) -> CriticStep:
         return CriticStep(self.config, planned_algorithm(self.plan), self.replays, batch)
@@ -176,11 +176,6 @@ class PolicyUpdate:
         if self.kept is not None:
             self.kept.write()
         return metrics | {"trained_tokens": float(self.batch["lengths"].sum())}, time.perf_counter()
-
-
-def least_sequences(config: Config, minibatch: Batch) -> int:
-    """Returns the least number of sequences that means over sequences divide by."""
-    return minibatch.rows // rows_per_sample(config) if config.loss_fn.count_masked_sequences else 0
 
 
 def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:

@@ -137,14 +137,14 @@ def test_a_directory_in_use_does_not_end_the_run(
     (tmp_path / "step_00000009.tmp" / "train").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
-        store.recover(resume=True)
+        store.recover()
         for step in (1, 2):
             save(store, step)
     assert steps(store) == [2] and (tmp_path / "step_00000001.old").exists()
     assert "step_00000009.tmp (Directory not empty)" in caplog.text
     save(store, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000009.tmp"]
-    store.recover(resume=True)
+    store.recover()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 

@@ -134,7 +134,7 @@ def test_directories_with_data_are_closed_to_other_users(tmp_path: Path) -> None
     try:
         paths = prepare_run_directory(Config.model_validate({**VALID, "output_dir": str(tmp_path)}))
         elsewhere = CheckpointStore(tmp_path / "checkpoints")
-        elsewhere.recover(resume=False)
+        elsewhere.recover()
     finally:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in (paths.directory, elsewhere.root)] == [0o750, 0o750]

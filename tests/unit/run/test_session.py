@@ -22,7 +22,7 @@ from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric
 from dagrl.run.loops import grpo
 from dagrl.run.loops.grpo import exposed, mean_pause, refit, start_policy
-from dagrl.run.loops.optimizer_step import replay_batch, submit_batch
+from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.replays import CountedReplay, Replays
 from dagrl.run.resume import REFERENCE, check_reference, check_stage
@@ -73,16 +73,6 @@ def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, ca
     replay_batch(replays, "train_step", Batch({"loss_mask": np.ones((1, 2)), "lengths": np.array([2])}), step=7)
     told = f"step 7: gradient norm is {norm}: optimizer step skipped, weights unchanged (2 so far)"
     assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
-
-
-@pytest.mark.parametrize(("least", "sequences"), [(0, 2), (3, 3), (1, 2)])
-def test_sequences_without_a_token_in_the_loss_count_if_asked(least: int, sequences: int) -> None:
-    replays: Any = MagicMock()
-    mask = np.array([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
-    batch = Batch({"loss_mask": mask, "lengths": np.full(3, 2)})
-    submit_batch(replays, "train_step", batch, least_sequences=least)
-    sent = replays.submit.call_args.args[1]
-    assert (sent.number("global_valid_tokens"), sent.number("global_valid_sequences")) == (3, sequences)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -133,7 +133,7 @@ class Checkpoints(RuleBasedStateMachine):
 
     def opened(self) -> CheckpointStore:
         store = CheckpointStore(self.root, keep_top_k=self.best, keep_last_k=self.last)
-        store.recover(resume=True)
+        store.recover()
         return store
 
     def state(self, metric: float) -> TrainState:

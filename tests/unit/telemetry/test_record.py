@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from dagrl.config import CheckpointConfig, Config
+from dagrl.config import Config
 from dagrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from dagrl.telemetry.record import (
     RunPaths,
@@ -252,31 +252,14 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = config(Path())
-    elsewhere = here.model_copy(update={"checkpointing": CheckpointConfig(checkpoint_dir="kept")})
     paths = RunPaths.of(here)
     assert (paths.final_model, paths.checkpoints) == (tmp_path / "runs/tiny/final_model", tmp_path / "runs/tiny/checkpoints")
-    assert RunPaths.of(elsewhere).checkpoints == tmp_path / "kept"
 
 
 def test_a_check_for_running_runs_makes_no_file(tmp_path: Path) -> None:
     with lock_run(RunPaths.of(config(tmp_path)), existing=True):
         pass
     assert not any(tmp_path.iterdir())
-
-
-def test_a_run_cannot_save_into_the_checkpoints_of_a_running_one(tmp_path: Path) -> None:
-    mine, others = RunPaths.of(config(tmp_path)), tmp_path / "other"
-    others.mkdir()
-    (others / "config.yaml").touch()
-    guest = RunPaths(mine.directory, others / "checkpoints")
-    with (
-        lock_run(RunPaths(others, others / "checkpoints")),
-        pytest.raises(ConfigError, match="other is in use by pid"),
-        lock_run(guest),
-    ):
-        pass
-    with lock_run(guest):
-        pass
 
 
 def test_warning_on_a_file_system_without_locks(
