@@ -75,7 +75,7 @@ HOLD = """
 import subprocess, sys
 from pathlib import Path
 from dagrl.telemetry.record import RunPaths, lock_run
-with lock_run(RunPaths(Path(sys.argv[1]), Path(sys.argv[1]) / "checkpoints")):
+with lock_run(RunPaths(Path(sys.argv[1]))):
     print(subprocess.Popen(["sleep", "60"], close_fds=False).pid, flush=True)
     sys.stdin.read()
 """
