@@ -7,9 +7,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests.channel_cases import Kind, run_case
+from tests.channel_cases import Kind, mapped_refit, run_case
 from tests.channel_suite import ChannelSuite
-from tests.mapped_cases import mapped_refit
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 

@@ -158,7 +158,7 @@ def test_a_stuck_save_is_an_error_after_the_deadline(
 def test_a_checkpoint_that_does_not_fit_is_rejected(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """On every worker, with its state unchanged. tests/unit/workers/test_identity.py has other models."""
+    """On every worker, with its state unchanged. tests/unit/workers/test_train_checkpoint.py has other models."""
     directory = tmp_path / "checkpoint"
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
         group.call("save_checkpoint", str(directory))

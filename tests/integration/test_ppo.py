@@ -21,7 +21,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import read_metrics
 from tests.integration.main_job import copy_run
 from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
-from tests.integration.test_megatron_reference_model import QUICKSTART
+from tests.integration.test_megatron_values import QUICKSTART
 from tests.integration.unigram_workers import SIZE, TAUGHT
 
 __all__ = ["one_cluster"]  # a fixture

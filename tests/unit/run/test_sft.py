@@ -1,7 +1,9 @@
-"""The SFT loop: its learning rate, its buckets, and the check of its data position."""
+"""The SFT loop: rates, buckets, epochs, the check of its data position, and warnings of runs that do not learn."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,17 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
-from dagrl.data import open_sampler
-from dagrl.data.tokenization import Demonstration
-from dagrl.errors import CheckpointError, StopRequestedError
+from dagrl.data import Sampler, open_sampler
+from dagrl.data.tokenization import Demonstration, Prompt
+from dagrl.errors import CheckpointError, RunError, StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
+from dagrl.run.learning_watch import PATIENCE, LearningWatch, UpdateCount
 from dagrl.run.loops.sft import evaluate, learning_rate, train_sft
 from dagrl.run.plans import train_buckets
+from dagrl.run.preflight import Inputs, limit_steps
 from dagrl.run.stop import StopSignal
 from dagrl.runtime.shapes import Bucket
+from dagrl.telemetry.metrics import ENTROPY, EQUAL_GROUPS, KL
 
 
 def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
@@ -81,3 +86,96 @@ def test_a_position_in_other_demonstrations_is_an_error() -> None:
     session: Any = SimpleNamespace(config=run, plan=RunPlan.of(run), inputs=inputs, checkpoints=checkpoints)
     with pytest.raises(CheckpointError, match="references or order of the examples differ"):
         train_sft(session)
+
+
+def limited(demonstrations: int, prompts: int, sft: dict[str, Any], grpo: dict[str, Any]) -> Config:
+    config = Config.model_validate(
+        {
+            "name": "epochs",
+            "algorithm": "grpo",
+            "policy": {"train_global_batch_size": 8},
+            "sft": sft,
+            "grpo": {"num_prompts_per_step": 4, **grpo},
+            "data": {},
+        }
+    )
+    tokens = np.zeros(2, np.int64)
+    rows = [Demonstration(tokens, tokens.astype(np.float32), "")] * demonstrations
+    asked = [Prompt("", tokens, "", "")] * prompts
+    inputs = Inputs(config, {}, None, {}, rows, [], asked, [])  # type: ignore[arg-type]
+    return limit_steps(config, inputs)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(None, 20), (1, 4), (2, 7), (9, 20)])
+def test_a_run_ends_at_the_first_limit(epochs: int | None, steps: int) -> None:
+    limits = {"max_num_steps": 20, "max_num_epochs": epochs}
+    config = limited(27, 13, limits, limits)
+    assert (config.sft.max_num_steps, config.grpo.max_num_steps) == (steps, steps)  # 27 in eights, 13 in fours
+
+
+def test_the_steps_of_an_epoch_draw_every_example() -> None:
+    config = limited(27, 0, {"max_num_steps": 100, "max_num_epochs": 2}, {})
+    sampler = Sampler({"": range(27)}, {"": 1.0}, seed=5)
+    drawn = sampler.take(8 * config.sft.max_num_steps)
+    assert min(drawn.count(example) for example in range(27)) == 2
+    assert config.grpo.max_num_steps == 100  # without prompts nothing limits it
+
+
+GOOD = {EQUAL_GROUPS: 0.4, ENTROPY: 1.0, KL: 0.01}
+
+
+def warnings(steps: Sequence[dict[str, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
+    watch = LearningWatch()
+    with caplog.at_level(logging.WARNING, "dagrl"):
+        for metrics in steps:
+            watch.step(metrics)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({EQUAL_GROUPS: 1.0}, ["equal for 5 steps", "reward.function", "grpo.num_generations_per_prompt"]),
+        ({ENTROPY: 0.01}, ["fell from 1 to 0.01", "loss_fn.ratio_clip_max"]),
+        ({ENTROPY: 3.5}, ["grew from 1 to 3.5", "optimizer.lr"]),
+        ({KL: 2.5}, ["2.5 nats", "loss_fn.reference_policy_kl_penalty"]),
+    ],
+)
+def test_a_lasting_problem_is_warned_about_once(
+    bad: dict[str, float], says: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (message,) = warnings([GOOD] + [GOOD | bad] * (3 * PATIENCE), caplog)
+    assert all(words in message for words in says)
+
+
+def test_a_short_problem_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bad = {EQUAL_GROUPS: 1.0, ENTROPY: 0.001, KL: 9.0}
+    assert warnings(([GOOD] + [bad] * (PATIENCE - 1)) * 4, caplog) == []
+    assert warnings([{"loss": 1.0}] * 3 * PATIENCE, caplog) == [], "what a step does not measure"
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"grad_norm": float("nan"), "masked_minibatches": 0.0}, "the gradient norm was nan"),
+        ({"grad_norm": 0.0}, "the advantages are all zero"),
+        ({"masked_minibatches": 2.0}, "the reward returned None or failed for every sample"),
+    ],
+)
+def test_steps_that_change_no_weights_end_the_run(bad: dict[str, float], says: str) -> None:
+    """After `limit` of them in a row, and at the end of a run that has no others."""
+    good, counted = {"grad_norm": 0.5, "masked_minibatches": 1.0}, UpdateCount()
+    for metrics in (bad, bad, good, {"critic/loss": 1.0}, bad, bad):
+        counted.count(metrics, 3)
+    counted.check_end()
+    with pytest.raises(RunError, match=rf"the last 3 steps \(policy.optimizer.max_skipped_steps\) changed no.*{says}"):
+        counted.count(bad, 3)
+    counted.begin("grpo", 6)
+    counted.count(bad, 3)
+    with nullcontext() if bad == {"grad_norm": 0.0} else pytest.raises(RunError, match=f"none of its 1 grpo steps.*{says}"):
+        counted.check_end()  # rewards may be equal for a while
+    alone = UpdateCount(stage="sft")
+    alone.check_end()
+    alone.count(bad, 3)
+    with pytest.raises(RunError, match=f"learned nothing: none of its 1 sft steps.*{says}"):
+        alone.check_end()

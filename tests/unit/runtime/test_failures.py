@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import pickle
 import time
@@ -13,12 +14,24 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
 
-from dagrl.errors import CheckpointError, DeadlineError, PhaseError, WorkerError, WorkerFailure, error_text
+from dagrl.errors import CheckpointError, DeadlineError, PhaseError, RunError, WorkerError, WorkerFailure, error_text
 from dagrl.runtime import failures
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
+from dagrl.runtime.executors.node import (
+    DIED,
+    IDLE,
+    NO_ANSWER,
+    NodeCall,
+    Report,
+    Take,
+    drain_runs,
+    failed_packet,
+    install,
+    run_node,
+)
 from dagrl.runtime.failures import PendingReplay, collect_outcome
+from dagrl.runtime.replay import ReplayTiming, computing_s
 from dagrl.runtime.worker_group import WorkerGroup, call_together, gather
 
 HEADER = Header("train_step", 0, False, {"train": 0}, 10.0)
@@ -395,3 +408,83 @@ def test_ranks_that_are_not_called_need_nothing_of_ray() -> None:
         raise AssertionError(what)
 
     assert gather([(failure, "reset_tickets", [None, None])], Deadline(1.0, "timeouts.replay_s")) == [[None, None]]
+
+
+CALL = NodeCall("train", "train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
+
+
+PACKET = Packet(Header("train_step", 0, False, {"train": 0}, 10.0), None)
+
+
+class WithoutWords(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Worker:
+    """Fails with an error whose own message fails, and so does its abort."""
+
+    aborted = 0
+
+    def step(self, value: object) -> None:
+        raise WithoutWords
+
+    def abort(self) -> None:
+        self.aborted += 1
+        raise RuntimeError("the abort's error")
+
+
+@pytest.fixture
+def worker() -> Worker:
+    worker = Worker()
+    install(worker, "train", 3, "dp 3")
+    return worker
+
+
+def test_broken_messages_and_aborts_do_not_hide_the_failure(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        (failure,) = run_node(worker, CALL, PACKET).failures
+    assert (failure.role, failure.rank) == ("train", 3)
+    assert failure.message == "WithoutWords, whose str() raised RuntimeError" and "in step" in failure.traceback
+    assert worker.aborted == 1 and "the abort's error" in caplog.text
+
+
+def test_a_restarted_worker_says_what_to_do() -> None:
+    with pytest.raises(RunError, match=r"\(max_restarts\); make a new WorkerGroup of the actors"):
+        drain_runs(Worker(), "train")
+
+
+def test_a_message_cut_within_a_character_can_be_written() -> None:
+    assert error_text(ValueError("half: \ud83d")) == "ValueError: half: \\ud83d"
+
+
+def test_a_worker_that_hears_of_failures_aborts_nothing(worker: Worker) -> None:
+    failed = failed_packet(worker, CALL, PACKET, ValueError("of another node"))
+    assert run_node(worker, CALL, failed).failures == failed.failures
+    assert worker.aborted == 0
+
+
+def test_overhead_counts_the_longest_shard_and_idleness_all() -> None:
+    timing = ReplayTiming(started=10.0, finished=15.0, shards_busy_s=(4.0, 1.0), padding_share=None)
+    assert (timing.seconds, timing.busy_s, timing.mean_busy_s) == (5.0, 4.0, 2.5)
+    assert timing.overhead_s() == 1.0
+    assert timing.overhead_s(free=10.5) == 0.5
+
+
+def timed(finished: float, *busy: float) -> ReplayTiming:
+    return ReplayTiming(0.0, finished, busy, None)
+
+
+@pytest.mark.parametrize(
+    ("replays", "seconds"),
+    [
+        ([], 0.0),
+        ([timed(2.0, 1.0, 1.5), timed(5.0, 2.0), timed(9.0, 4.0)], 7.5),  # one after the other: the sum
+        ([timed(5.0, 5.0), timed(7.0, 5.0)], 7.0),  # two groups at once
+        ([timed(9.0, 8.0), timed(3.0, 1.0), timed(8.0, 1.0)], 8.0),  # some within another one
+        ([timed(6.0, 0.0)], 0.0),
+    ],
+)
+def test_every_second_with_a_worker_computing_counts_once(replays: list[ReplayTiming], seconds: float) -> None:
+    assert computing_s(replays) == pytest.approx(seconds)
+    assert computing_s(reversed(replays)) == pytest.approx(seconds)

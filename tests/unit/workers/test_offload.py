@@ -1,16 +1,25 @@
-"""Host memory: storages laid out in buckets, staged copies with a storage of their exact size, uploads in one copy."""
+"""Parts of a train worker: storages in host memory, columns that it keeps by row id, and learning rates in closed form."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from dagrl.config import Config
+from dagrl.errors import RunError
+from dagrl.runtime.shapes import Batch
 from dagrl.workers.train import checkpoint
 from dagrl.workers.train.checkpoint import StagingBuffers
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from dagrl.workers.train.microbatches import upload
 from dagrl.workers.train.offload import StateCopy, bucket_spans
+from dagrl.workers.train.optimizer import OptimizerSteps
 
 SHAPES = [((300, 7), torch.float32), ((5,), torch.bfloat16), ((2, 3, 4), torch.float32), ((1,), torch.int64)] * 40
 
@@ -72,3 +81,98 @@ def test_arrays_arrive_with_their_types_and_shapes() -> None:
         np.testing.assert_array_equal(tensor.numpy(), array)
         assert tensor.numpy().dtype == array.dtype
     assert upload([], torch.device("cpu")) == []
+
+
+LENGTHS = (3, 5, 1, 4)
+
+
+def batch_of(ids: list[int], width: int, step: int = 1) -> Batch:
+    """Rows with the length of their id; the last row is padding."""
+    lengths = np.array([LENGTHS[row_id] for row_id in ids] + [0])
+    fields = {"row_ids": np.array([*ids, 0]), "lengths": lengths, "loss_mask": mask_of(ids, width)}
+    return Batch(fields, {"step": step})
+
+
+def mask_of(ids: list[int], width: int) -> npt.NDArray[np.float32]:
+    """Returns the mask of every token of a row but the first."""
+    lengths = np.array([LENGTHS[row_id] for row_id in ids] + [0])
+    tokens = np.arange(width)[None, :]
+    return ((tokens < lengths[:, None]) & (tokens > 0)).astype(np.float32)
+
+
+def values_of(ids: list[int], width: int) -> npt.NDArray[np.float32]:
+    """Returns 10 i + t + 1 for token t of row i."""
+    return (10 * np.array([*ids, 9])[:, None] + np.arange(width)[None, :] + 1).astype(np.float32)
+
+
+@given(order=st.permutations(range(4)), split=st.integers(0, 4), width=st.integers(5, 8), other=st.integers(5, 8))
+def test_rows_are_found_by_their_id(order: list[int], split: int, width: int, other: int) -> None:
+    kept = KeptLogprobs()
+    for ids in (order[:split], order[split:]):
+        kept.keep(batch_of(ids, width), prev_logprobs=values_of(ids, width), entropy=-values_of(ids, width))
+    joined = kept.join(batch_of([0, 1, 2, 3], other), ["prev_logprobs"])
+    mask = mask_of([0, 1, 2, 3], other)
+    np.testing.assert_array_equal(joined["prev_logprobs"], values_of([0, 1, 2, 3], other) * mask)
+    np.testing.assert_array_equal(joined["entropy"] * mask, -values_of([0, 1, 2, 3], other) * mask)
+    unknown = kept.join(batch_of([0, 1, 2, 3], other), ["reference_logprobs"], required=False)
+    assert not unknown["reference_logprobs"].any(), "no phase computed them"
+    assert "row_ids" not in joined.fields
+
+
+def test_rows_that_are_not_held_are_an_error() -> None:
+    """As another shard computed them, or they are of another step, whose rows are forgotten."""
+    kept = KeptLogprobs()
+    kept.keep(batch_of([0, 2], 5), prev_logprobs=values_of([0, 2], 5))
+    with pytest.raises(RunError, match="on 1 rows whose prev_logprobs this worker does not hold, the first with row_id 1"):
+        kept.join(batch_of([0, 1], 5), ["prev_logprobs"])
+    kept.keep(batch_of([0, 1], 5), prev_logprobs=values_of([0, 1], 5))
+    with pytest.raises(RunError, match=r"step 2 trains on 2 rows whose prev_logprobs .* the first with row_id 0"):
+        kept.join(batch_of([0, 1], 5, step=2), ["prev_logprobs"])
+    with pytest.raises(RunError, match="step 1 trains"):
+        kept.join(batch_of([0, 1], 5), ["prev_logprobs"])
+
+
+def test_a_batch_without_row_ids_is_left_alone() -> None:
+    batch = Batch({"lengths": np.array([2]), "loss_mask": np.ones((1, 2), np.float32)})
+    assert KeptLogprobs().join(batch, ["prev_logprobs"]) is batch
+
+
+WARMUP, DECAY, START, PEAK, END = 4, 20, 1e-5, 1e-3, 1e-4
+
+
+def cosine(part: float) -> float:
+    return END + (PEAK - END) * (1 + math.cos(math.pi * part)) / 2
+
+
+def linear(part: float) -> float:
+    return END + (PEAK - END) * (1 - part)
+
+
+def schedule_of(settings: dict[str, Any]) -> OptimizerSteps:
+    return OptimizerSteps(Config.model_validate({"name": "x", "data": {}, **settings}))
+
+
+@pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
+def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None:
+    scheduler = {"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_warmup_init": START, "lr_decay_iters": DECAY}
+    policy = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": scheduler}
+    made = schedule_of({"algorithm": "sft", "policy": policy})
+    for step in range(DECAY + 5):
+        if step <= WARMUP:
+            expected = START + (PEAK - START) * step / WARMUP
+        else:
+            expected = after(min(1.0, (step - WARMUP) / (DECAY - WARMUP)))
+        assert made.rate == pytest.approx(expected, rel=1e-9), step
+        made.taken += 1
+
+
+@pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 2 * 10), ("sft", 7)])
+def test_by_default_the_schedule_ends_after_the_last_optimizer_step(algorithm: str, steps: int) -> None:
+    """Ten GRPO steps of two minibatches decay over twenty optimizer steps; the twenty-first has the final rate."""
+    grpo = {"max_num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 16}
+    rates = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
+    policy = {**rates, "train_global_batch_size": 64}
+    made = schedule_of({"algorithm": algorithm, "policy": policy, "grpo": grpo, "sft": {"max_num_steps": 7}})
+    for step in range(steps + 1):
+        assert made.rate == pytest.approx(linear(step / steps), rel=1e-9)
+        made.taken += 1

@@ -1,21 +1,34 @@
-"""Pieces of tensors are written and read at any division of them, with checksums; one group of a single process."""
+"""Files of train workers: pieces of tensors at any division of them, scalar heads, and which models a checkpoint fits."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
+from safetensors.torch import save_file
 
+from dagrl.config import Json, PolicyConfig
 from dagrl.errors import CheckpointError
 from dagrl.files import fingerprint
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.hf_config import SCORE, with_scalar_head
+from dagrl.workers.megatron.architecture import read_architecture, token_flops
+from dagrl.workers.megatron.backend import MegatronBackend
+from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 from dagrl.workers.train.checkpoint import Piece, Saving, disk_error, load, range_boxes, save, whole
+from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
+from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
 from tests.unit.run.full_disk import full_disk
+from tests.unit.workers.test_hf_streaming import local_tensors
+from tests.unit.workers.test_megatron_architecture import QWEN3 as LOADED
 
 WEIGHT = torch.arange(60.0).view(6, 10)
 
@@ -86,3 +99,162 @@ def test_a_full_disk_is_the_reason_of_a_failed_save(group: dist.ProcessGroup, tm
     with full_disk(600), pytest.raises(CheckpointError, match="File too large"):
         Saving(str(tmp_path), [whole("w", torch.zeros(100_000))], group, background=False).finish(60)
     assert str(disk_error(ValueError("mine"))) == "mine"
+
+
+MODEL: dict[str, Json] = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 20,
+    "tie_word_embeddings": True,
+}
+CRITIC = with_scalar_head(MODEL)
+
+
+def write(directory: Path, *, head: bool, of: dict[str, Json] = MODEL) -> dict[str, torch.Tensor]:
+    """Writes a language model's checkpoint, with the head of one of `ForSequenceClassification`."""
+    weights = {name: torch.randn(shape) for name, shape in parameter_shapes(of).items()}
+    if head:
+        weights[SCORE] = torch.randn(1, 16)
+    save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(of))
+    return weights
+
+
+def loaded(directory: Path, rank: int) -> dict[str, torch.Tensor]:
+    layout = ParallelLayout(tp=2, pp=2)
+    slices = megatron_weight_slices(CRITIC, layout, rank)
+    tensors = local_tensors(slices)
+    load_hf(directory, slices, parameter_shapes(CRITIC), tensors)
+    return tensors
+
+
+def test_the_head_of_a_checkpoint_is_read(tmp_path: Path) -> None:
+    weights = write(tmp_path, head=True)
+    check_hf(tmp_path, parameter_shapes(CRITIC))
+    assert has_scalar_head(tmp_path)
+    for rank in range(4):
+        tensors = loaded(tmp_path, rank)
+        assert ("output_layer.weight" in tensors) == (rank >= 2)  # the last stage, whole on each of its workers
+        if rank >= 2:
+            torch.testing.assert_close(tensors["output_layer.weight"], weights[SCORE], atol=0, rtol=0)
+
+
+def test_a_language_model_has_no_scalar_head(tmp_path: Path) -> None:
+    write(tmp_path, head=False)
+    check_hf(tmp_path, parameter_shapes(CRITIC))
+    assert not has_scalar_head(tmp_path)
+    assert not loaded(tmp_path, 3)["output_layer.weight"].any()
+
+
+def test_another_head_is_an_error(tmp_path: Path) -> None:
+    weights = write(tmp_path, head=True)
+    with pytest.raises(CheckpointError, match=r"'score\.weight'"):
+        check_hf(tmp_path, parameter_shapes(MODEL))  # a policy is not read from a critic
+    save_file({**weights, SCORE: torch.randn(2, 16)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'score.weight' has shape \[2, 16\], expected \[1, 16\]"):
+        check_hf(tmp_path, parameter_shapes(CRITIC))
+
+
+def test_a_critic_computes_no_logits() -> None:
+    critic, policy = read_architecture(CRITIC), read_architecture(MODEL)
+    assert critic.scalar and not critic.tied and policy.tied
+    assert token_flops(policy) - token_flops(critic) == 2 * 16 * (20 - 1)
+    assert critic.computed != policy.computed
+
+
+QWEN3: dict[str, Any] = {
+    **LOADED,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "eos_token_id": 3,
+    "transformers_version": "4.51.0",
+    "torch_dtype": "float32",
+}
+UPGRADED = {key: value for key, value in QWEN3.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+UPGRADED |= {
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    "dtype": "float32",
+    "transformers_version": "5.0.0",
+    "layer_types": ["full_attention"] * 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = {**QWEN3, "rope_scaling": {"type": "llama3", **LLAMA3}}
+RESCALED = {**UPGRADED, "rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **LLAMA3}}
+MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+FORMAT = MegatronBackend.checkpoint_format
+
+
+def read(directory: Path, model: dict[str, Any]) -> dict[str, Any]:
+    identity = identity_of(PolicyConfig(precision="float32"), model)
+    return read_worker_file(directory, FORMAT, identity, MegatronBackend.computed)
+
+
+def write_identity(directory: Path, content: object) -> None:
+    (directory / WORKER).write_text(json.dumps(content))
+
+
+def of(model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float32") -> dict[str, Any]:
+    return {"format": FORMAT, "identity": identity_of(PolicyConfig(precision=precision), model), "reference": False}
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine"),
+    [
+        (QWEN3, {**QWEN3, "eos_token_id": [3, 5], "pad_token_id": 0, "max_position_embeddings": 99}),
+        (QWEN3, UPGRADED),
+        (UPGRADED, QWEN3),
+        (SCALED, RESCALED),
+        (MOE, {**MOE, "norm_topk_prob": False, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}),
+    ],
+    ids=["edited", "upgraded", "downgraded", "scaled", "experts"],
+)
+def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+    write_identity(tmp_path, of(saved))
+    assert read(tmp_path, mine) == of(saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "message"),
+    [
+        (QWEN3, {**QWEN3, "rope_theta": 1e4}, r"model rope_theta = 1000000\.0 \(this run: 10000\.0\);"),
+        (QWEN3, {**QWEN3, "head_dim": 32}, r"model head_dim = 128 \(this run: 32\), rotary_dim"),
+        (QWEN3, {**QWEN3, "rms_norm_eps": 1e-5}, r"model norm_eps = 1e-06 \(this run: 1e-05\);"),
+        (QWEN3, {**QWEN3, "model_type": "qwen2", "head_dim": 128}, r"model model_type = qwen3 \(this run: qwen2\)"),
+        (QWEN3, SCALED, r"model rope_type = default \(this run: llama3\), factor = None \(this run: 8\.0\)"),
+        (SCALED, {**SCALED, "rope_scaling": {"type": "llama3", **LLAMA3, "factor": 4}}, r"model factor = 8\.0 .*: 4\.0\);"),
+        (MOE, {**MOE, "norm_topk_prob": True}, r"model normalize_expert_weights = False \(this run: True\);"),
+        (MOE, {**MOE, "mlp_only_layers": [1]}, r"moe_layers = .* \(this run: \[True, False, True, True\]\);"),
+        ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
+    ],
+)
+def test_another_model_is_rejected_with_the_differing_keys(
+    tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str
+) -> None:
+    write_identity(tmp_path, of(saved))
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, mine)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps(of(QWEN3, "bfloat16")), "written with precision bfloat16, this run has float32"),
+        (json.dumps([of(QWEN3)]), rf"worker\.json has format 'list', expected '{FORMAT}'"),
+        ("{}", rf"worker\.json has format None, expected '{FORMAT}'"),
+        ("\xff{", r"cannot read .*worker\.json.*written by save_checkpoint"),
+    ],
+)
+def test_other_files_are_rejected_with_what_was_found(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / WORKER).write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, QWEN3)

@@ -1,15 +1,33 @@
-"""The GPU of a generation process, by Ray's assignment and the process's visible GPUs, and the CUDA graphs of its engine."""
+"""Parts of the vLLM worker: its GPU, places of images, ranks that disagree, recorded experts, and quantized loading."""
 
 from __future__ import annotations
 
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from dagrl.config import Config
+from dagrl.config import Config as Settings
+from dagrl.errors import RunError
 from dagrl.machine import VISIBLE, device_index
+from dagrl.rl.routed_experts import MISSING, Record, RoutedLayers
+from dagrl.workers.vllm.engine import Peers
 from dagrl.workers.vllm.environment import show_host_gpus
+from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import _compilation, capture_sizes
+from dagrl.workers.vllm.media import media_spans
+from dagrl.workers.vllm.quantization import quantization_arguments, quantize_checkpoint, quantizes
+from tests.unit.refit.fp8_reference import is_quantized, quantized, random_weights
+from tests.unit.refit.test_bad_input import BLOCKS, engine_config
+from tests.unit.refit.weight_reference import Config, hf_weights, model_config
 
 
 @pytest.mark.parametrize(
@@ -44,7 +62,7 @@ def test_a_chosen_compilation_keeps_its_sizes() -> None:
     def compilation(on_gpu: bool = False, **chosen: Any) -> dict[str, Any]:
         generation = {"vllm_cfg": {"enforce_eager": False, "max_num_seqs": 8}, "vllm_kwargs": chosen}
         values = {"name": "x", "algorithm": "grpo", "data": {}, "policy": {"generation": generation}}
-        return _compilation(Config.model_validate(values), on_gpu)
+        return _compilation(Settings.model_validate(values), on_gpu)
 
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     assert compilation() == {"compilation_config": sizes}
@@ -56,3 +74,218 @@ def test_a_chosen_compilation_keeps_its_sizes() -> None:
     untimed = {"combo_kernels": True, "benchmark_combo_kernel": False}
     assert compilation(on_gpu=True) == {"compilation_config": {**sizes, "inductor_compile_config": untimed}}
     assert compilation(compilation_config=3) == {}
+
+
+images = st.lists(st.tuples(st.integers(1, 3), st.lists(st.booleans(), max_size=4), st.integers(0, 2)), max_size=5)
+"""Each with its id, which tokens after its first stand for it (others are between its tiles), and the text after it."""
+
+
+@given(st.integers(0, 2), images)
+def test_spans_are_those_of_the_images(before: int, given: list[tuple[int, list[bool], int]]) -> None:
+    media, expected = [0] * before, []
+    for medium, inside, after in given:
+        tokens = [-medium, *(medium if stands else 0 for stands in [*inside, True])]
+        expected.append((medium, len(media), len(media) + len(tokens)))
+        media += [*tokens, *[0] * after]
+    assert media_spans(media) == expected
+
+
+Ended = list[tuple[int, list[int]]]
+"""The comparisons of one rank: engine steps, and the requests that ended in them."""
+
+
+def outcome(rank: int, store: HashStore, ended: Ended, timeout_s: float, found_out: threading.Event) -> str:
+    peers = Peers(ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)), 4, timeout_s)
+    try:
+        for step, requests in ended:
+            peers.compare(step, requests)
+    except RunError as error:
+        found_out.set()
+        return str(error)
+    if timeout_s < 1:  # this rank would run on
+        assert found_out.wait(20), "the other waits as long as its group does"
+    return ""
+
+
+def outcomes(one: Ended, other: Ended, timeout_s: float = 30.0) -> list[str]:
+    store, found_out = HashStore(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(outcome, rank, store, ended, timeout_s, found_out) for rank, ended in enumerate((one, other))]
+        return [future.result() for future in running]
+
+
+def test_ranks_that_end_the_same_requests_continue() -> None:
+    same: Ended = [(1, [7]), (4, [3, -1, 9]), (8, [])]
+    assert outcomes(same, [(step, requests[::-1]) for step, requests in same]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ([3, 7], [3], r"request 7 ended in engine step 2 on rank \[0\] of 2 only"),
+        ([3], [5], r"request 3 ended in engine step 2 on rank \[0\]"),
+        ([], [8], r"request 8 ended in engine step 2 on rank \[1\]"),
+        ([3, 5, 7, 9], [3, 5, 7], r"request 9 ended in engine step 2 on rank \[0\]"),  # as many as can end in a step
+    ],
+)
+def test_all_ranks_name_the_request_they_disagree_on(one: list[int], other: list[int], message: str) -> None:
+    for found in outcomes([(1, [1]), (2, one)], [(1, [1]), (2, other)]):
+        assert re.search(message, found)
+
+
+def test_waiting_for_a_rank_that_runs_on_ends_at_the_deadline() -> None:
+    waited, ran_on = outcomes([(2, [7])], [], timeout_s=0.2)
+    assert (
+        "requests [7] ended on rank 0 in engine step 2, but not on all other ranks within timeouts.collective_s = 0.2 s"
+        in waited
+    )
+    assert not ran_on
+
+
+BLOCK, EXPERTS = 4, 100
+
+
+class RunnerDouble:
+    """Runs steps: a token's only expert, in one layer, is its position plus a hundred times the step, modulo 97."""
+
+    def __init__(self, recorder: ExpertRecorder) -> None:
+        self.recorder, self.steps = recorder, 0
+        self.input_batch: Any = None
+        router = SimpleNamespace(set_capture_fn=lambda function: setattr(self, "told", function))
+        layer = torch.nn.Linear(1, 1)
+        object.__setattr__(layer, "router", router)
+        object.__setattr__(layer, "layer_id", 0)
+        object.__setattr__(layer, "_quant_method", SimpleNamespace(is_monolithic=False))
+        caches = SimpleNamespace(block_size=BLOCK)
+        recorder.attach(
+            layer, SimpleNamespace(cache_config=caches, scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+        )
+        recorder.cache_holds(16)
+
+    def step(self, **spans: tuple[int, int]) -> dict[str, list[int]]:
+        """Runs the positions `start` to `end` of each request. Returns the ids by request."""
+        self.steps += 1
+        made = {name: [(place + 100 * self.steps) % 97 for place in range(*span)] for name, span in spans.items()}
+        counts = {name: end - start for name, (start, end) in spans.items()}
+        ids = [number for numbers in made.values() for number in numbers]
+        self.told(torch.tensor([*ids, 1, 1])[:, None])  # padded
+        starts = np.array([start for start, _ in spans.values()])
+        self.input_batch = SimpleNamespace(req_ids=list(spans), num_computed_tokens_cpu=starts)
+        self.recorder.step(self, SimpleNamespace(total_num_scheduled_tokens=len(ids), num_scheduled_tokens=counts))
+        return made
+
+
+def ids(record: Record) -> list[int]:
+    return record[:, 0].tolist()
+
+
+def test_rows_are_attributed_to_their_requests() -> None:
+    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+    runner = RunnerDouble(recorder)
+    recorder.follow("a", [5, 6, 7], 0)
+    first = runner.step(a=(0, 3))
+    recorder.follow("b", [8, 9], 0)
+    second = runner.step(b=(0, 2), a=(3, 4))
+    assert ids(recorder.peek("a", [20])) == first["a"]
+    third = runner.step(a=(4, 5), b=(2, 3))
+    assert ids(recorder.take("a", [20, 21, 22])) == first["a"] + second["a"] + third["a"]
+    runner.step(b=(3, 4), a=(5, 6))  # a step that was prepared before the end of `a` was known
+    assert ids(recorder.take("b", [30, 31])) == second["b"] + third["b"]
+
+
+def test_cached_blocks_have_the_record_of_the_request_that_computed_them() -> None:
+    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+    runner = RunnerDouble(recorder)
+    prompt = [5, 6, 7, 8, 9, 10]
+    recorder.follow("a", prompt, 0)
+    computed = runner.step(a=(0, 6))["a"]
+    recorder.follow("b", prompt, 0)
+    recorder.follow("other", [5, 6, 7, 1, 9, 10], 0)  # another block
+    recorder.follow("later", prompt, 1)  # another version of the weights
+    rest = runner.step(b=(4, 6), other=(4, 6), later=(4, 6))
+    for name, found in (("b", computed[:4]), ("other", [MISSING] * 4), ("later", [MISSING] * 4)):
+        assert ids(recorder.take(name, [20])) == found + rest[name]
+    made = runner.step(a=(6, 8))["a"]
+    recorder.take("a", [20, 21, 22])  # the block of 9, 10, 20, 21 is kept at the end of its request
+    recorder.follow("next turn", [*prompt, 20, 21, 22, 40], 0)
+    last = runner.step(**{"next turn": (8, 10)})
+    assert ids(recorder.take("next turn", [50])) == computed + made + last["next turn"]
+
+
+def test_a_prefix_cache_that_was_emptied_is_not_used() -> None:
+    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+    runner = RunnerDouble(recorder)
+    recorder.follow("a", [5, 6, 7, 8, 9], 0)
+    runner.step(a=(0, 5))
+    recorder.forget_prefixes()
+    recorder.follow("b", [5, 6, 7, 8, 9], 0)
+    rest = runner.step(b=(4, 5))["b"]
+    assert ids(recorder.take("b", [20])) == [MISSING] * 4 + rest
+
+
+def test_tokens_computed_again_keep_their_first_record() -> None:
+    """A preempted request starts again; its first tokens were sampled from the first run."""
+    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+    runner = RunnerDouble(recorder)
+    recorder.follow("a", [5, 6], 0)
+    first = runner.step(a=(0, 2))["a"]
+    second = runner.step(a=(2, 3))["a"]
+    again = runner.step(a=(0, 4))["a"]
+    assert ids(recorder.take("a", [20, 21, 22])) == first + second + again[3:]
+
+
+KINDS = ["qwen3", "qwen3_moe", "deepseek_v3"]
+
+
+def config_of(kind: str) -> Config:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
+    latent = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": 256, "kv_lora_rank": 192}
+    config = model_config(kind, hidden_size=128, num_hidden_layers=2, intermediate_size=256, **heads)
+    return config | {"moe_intermediate_size": 128} | (latent if kind == "deepseek_v3" else {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_linear_layers_are_quantized_while_loading(kind: str) -> None:
+    config = config_of(kind)
+    weights = random_weights(config, torch.bfloat16)
+    names = {name for name, tensor in weights.items() if is_quantized(name, tensor)}
+    given = list(quantize_checkpoint(iter(weights.items()), names, torch.device("cpu")))
+    expected: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in weights.items():
+        if name in names:
+            fp8, scales = quantized(tensor)
+            expected += [(name, fp8), (f"{name}_scale_inv", scales)]
+        else:
+            expected.append((name, tensor))
+    assert [name for name, _ in given] == [name for name, _ in expected]
+    for (name, found), (_, wanted) in zip(given, expected, strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float()), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllms_arguments_name_the_unquantized_matrices(kind: str) -> None:
+    """Routers, by all names that they may have: vLLM knows that embedding and head are not linear layers."""
+    config = config_of(kind)
+    weights = hf_weights(config)
+    routers = {name.removesuffix(".weight") for name in weights if name.endswith("gate.weight")}
+    assert bool(routers) == (kind != "qwen3")
+    arguments = quantization_arguments(engine_config("float32", precision="fp8"), config)
+    kept = arguments["hf_overrides"]["quantization_config"].pop("modules_to_not_convert")
+    assert {name for name in kept if f"{name}.weight" in weights} == routers
+    assert arguments["hf_overrides"] == {"quantization_config": BLOCKS}
+    assert arguments["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "form", "dtype"),
+    [
+        (engine_config("float32"), None, "float32"),
+        (engine_config("float32"), BLOCKS, "bfloat16"),
+        (engine_config(precision="fp8"), BLOCKS, "bfloat16"),
+    ],
+    ids=["plain", "as the checkpoint is", "asked for too"],
+)
+def test_other_checkpoints_are_loaded_unchanged(settings: Settings, form: object, dtype: str) -> None:
+    config = config_of("qwen3") | ({} if form is None else {"quantization_config": form})
+    assert not quantizes(settings, config)
+    assert quantization_arguments(settings, config) == {"dtype": dtype}
