@@ -60,7 +60,7 @@ class _Live(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         parameter, arranged = self.parameters[name]
         with torch.no_grad():
-            local = _local(parameter).detach()
+            local = local_of(parameter).detach()
             return local if arranged is None else arranged.of(local)
 
     def __iter__(self) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
     slices: list[WeightSlice] = []
     tensors = _Live()
     for name, tensor in state.items():
-        check_plain(name, _local(tensor))
+        check_plain(name, local_of(tensor))
     parts = {name: list(held_boxes(name, tensor)) for name, tensor in state.items()}
     for whole, arranged in _converted(state, to_hf or _transformers_conversion(module)):
         name = arranged.tensor if arranged else whole.tensor
@@ -167,7 +167,8 @@ def _computed(name: str) -> RefitPlanError:
     )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, in the same memory."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -42,7 +42,7 @@ class TestedWorker(FsdpWorker):
         return torch.cuda.memory_allocated()
 
     def _boxes(self, tensor_of: Any) -> list[tuple[str, Box, Any]]:
-        from dagrl.refit.sources import held_boxes
+        from dagrl.refit.sources import held_boxes, local_of
         from dagrl.workers.fsdp.backend import FsdpBackend
 
         backend = self.backend()
@@ -52,7 +52,7 @@ class TestedWorker(FsdpWorker):
             part = tensor_of(parameter)
             if part is not None:
                 for box, at in held_boxes(name, parameter):
-                    values = part.detach().to_local()[tuple(slice(*run) for run in at)]
+                    values = local_of(part.detach())[tuple(slice(*run) for run in at)]
                     found.append((name, box, values.float().cpu().clone().numpy()))
         return found
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dagrl.refit.sources import held_boxes
-from dagrl.workers.fsdp.model import local
+from dagrl.refit.sources import held_boxes, local_of
 from dagrl.workers.fsdp.trainer import ShardedModel, is_quantized
 from dagrl.workers.train.checkpoint import Piece
 
@@ -28,7 +27,7 @@ def pieces_of(model: ShardedModel, reference: Mapping[str, Tensor] | None, *, lo
         if not parameter.requires_grad:  # the base model of adapters
             continue
         tensors = {"model": parameter, **{f"optimizer.{key}": value for key, value in states.get(name, {}).items()}}
-        parts = {kind: local(tensor.detach()) for kind, tensor in tensors.items()}
+        parts = {kind: local_of(tensor.detach()) for kind, tensor in tensors.items()}
         for kind, part in parts.items():
             if is_quantized(part):
                 parts[kind] = part.dequantize()

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
 from dagrl.config import Json, PeftConfig, PolicyConfig
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.sources import held_boxes
+from dagrl.refit.sources import held_boxes, local_of
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.train.adapters import adapter_names, check_adapters, first_factors, is_chosen, read_adapters
 
@@ -40,17 +40,17 @@ class Adapter:
 
     @property
     def weight(self) -> Any:
-        """The frozen weight, a DTensor."""
+        """The frozen weight, a DTensor if the model is sharded."""
         return self.layer.get_base_layer().weight
 
     @property
     def factors(self) -> tuple[Any, Any]:
-        """A [dim, inputs] and B [outputs, dim], each a DTensor."""
+        """A [dim, inputs] and B [outputs, dim], as the weight is."""
         return self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Returns A and B whole. A collective."""
-        a, b = (factor.detach().full_tensor() for factor in self.factors)
+        a, b = (one.full_tensor() if isinstance(one, DTensor) else one for one in map(torch.detach, self.factors))
         return a, b
 
     def merged(self) -> Tensor:
@@ -59,9 +59,11 @@ class Adapter:
         B is sharded as the rows of the weight are, and A is split as its columns are over tensor-parallel ranks.
         """
         a, b = self.factors
-        columns = [place if place.is_shard(1) else Replicate() for place in a.placements]
-        frozen: Tensor = self.weight.to_local().float()
-        return frozen.addmm(b.to_local(), a.redistribute(placements=columns).to_local(), alpha=self.scale)
+        if isinstance(a, DTensor):
+            columns = [place if place.is_shard(1) else Replicate() for place in a.placements]
+            a = a.redistribute(placements=columns)
+        frozen = local_of(self.weight).float()
+        return frozen.addmm(local_of(b), local_of(a), alpha=self.scale)
 
 
 class Adapters:
@@ -81,7 +83,7 @@ class Adapters:
         for name, adapter in self.held.items():
             for factor, value in zip(adapter.factors, whole[name], strict=True):
                 for box, at in held_boxes(name, factor):
-                    factor.to_local()[tuple(slice(*run) for run in at)] = value[tuple(slice(*run) for run in box)]
+                    local_of(factor)[tuple(slice(*run) for run in at)] = value[tuple(slice(*run) for run in box)]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

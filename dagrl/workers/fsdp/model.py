@@ -2,8 +2,9 @@
 
 `load_model` lets transformers read the checkpoint, into a model that is sharded before: each rank reads its own part. Tensor
 parallelism and expert parallelism are transformers' own, by the plan of the model's class. FSDP2 shards each layer over the
-data-parallel ranks, and embedding, last norm and output layer together at the root. Trained weights are float32 shards,
-which the optimizer updates; layers compute with copies in `policy.precision`. Imported only where torch is.
+data-parallel ranks, and embedding, last norm and output layer together at the root; a single rank shards nothing. Trained
+weights are float32, and the optimizer updates each rank's shards; layers compute with copies in `policy.precision`. Imported
+only where torch is.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from dagrl.config import FsdpConfig, PolicyConfig
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.refit.sources import held_boxes
+from dagrl.refit.sources import held_boxes, local_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention
 from dagrl.workers.fsdp.context import Context
+from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.media import MediaInputs
@@ -65,13 +67,14 @@ class HiddenStates(nn.Module):
     """The root of a sharded model: runs `net`, a transformers model with a head, up to the head.
 
     `forward` leaves the root's weights whole, so that the head can be computed from its output: until the backward pass has
-    reduced their gradients, or `gathered` of the module is left.
+    reduced their gradients, or until `reshard`. `copies` are those of a model that is not sharded.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
         super().__init__()
         self.net = net
         self.context: Context | None = None
+        self.copies: ComputeCopies | None = None
         self.media: MediaInputs | None = None
         self.logits = None if hasattr(net, SCALAR_HEAD) else LogitTransform(net)
 
@@ -89,6 +92,8 @@ class HiddenStates(nn.Module):
         `row_positions` are those of whole rows, of which context-parallel ranks have a run of `s` tokens each. `media` are
         the ids [b, s] of the images that tokens stand for.
         """
+        if self.copies is not None:
+            self.copies.gather()
         arguments = attention_arguments(self.net.config, segments, row_positions) | {"position_ids": positions}
         nothing = None
         ids: AbstractContextManager[Tensor] = nullcontext(tokens)
@@ -172,7 +177,8 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    reordered = reordered_patterns(root.net, [name for name, *_ in report["mismatched_keys"]])
+    sharded = sharded_modules(root)
+    reordered = reordered_patterns(root.net, [name for name, *_ in report["mismatched_keys"]]) if sharded else []
     if reordered:
         plain = kind.from_pretrained(directory, config=config, dtype=dtype)  # in host memory
         for name, parameter in root.net.named_parameters():
@@ -207,9 +213,11 @@ def load_model(
     for buffer in loaded.buffers():
         buffer.data = buffer.to(device)
     fix_rotary_factors(loaded, policy)
-    for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads
+    for module in sharded:  # settles the memory of the shards, which FSDP2 pads
         module.unshard()
         module.reshard()
+    if not sharded and trains:
+        root.copies = ComputeCopies(root, getattr(torch, policy.precision))
     return root
 
 
@@ -232,7 +240,7 @@ def fix_rotary_factors(model: nn.Module, policy: PolicyConfig) -> None:
 
 def init_scalar_head(root: HiddenStates, seed: int) -> None:
     """Draws a scalar head from a normal distribution, the same as in any other layout."""
-    weight: DTensor = getattr(root.net, SCALAR_HEAD).weight
+    weight: Tensor = getattr(root.net, SCALAR_HEAD).weight
     generator = torch.Generator().manual_seed(seed)
     fill(SCALAR_HEAD, weight, torch.empty(weight.shape).normal_(0, root.net.config.initializer_range, generator=generator))
 
@@ -255,10 +263,10 @@ def reordered_patterns(model: PreTrainedModel, mismatched: Collection[str]) -> l
     return patterns
 
 
-def fill(name: str, parameter: DTensor, whole: Tensor) -> None:
+def fill(name: str, parameter: Tensor, whole: Tensor) -> None:
     """Copies this rank's part of a `whole` parameter."""
     for box, at in held_boxes(name, parameter):
-        local(parameter.detach())[tuple(slice(*run) for run in at)] = whole[tuple(slice(*run) for run in box)]
+        local_of(parameter.detach())[tuple(slice(*run) for run in at)] = whole[tuple(slice(*run) for run in box)]
 
 
 @torch.no_grad()
@@ -315,30 +323,36 @@ def check_context(root: HiddenStates, device: torch.device, *, packed: bool) -> 
 def shard_model(
     model: PreTrainedModel, policy: PolicyConfig, meshes: Meshes, device: torch.device, *, trains: bool
 ) -> HiddenStates:
-    """Shards a model whose weights may be on the meta device. Returns its root."""
+    """Shards a model whose weights may be on the meta device, if there are several ranks. Returns its root."""
     settings = policy.fsdp_cfg
     apart = split_layers(model, settings, meshes)
     if trains and policy.peft.enabled:
         add_adapters(model, policy.peft)
         if settings.tensor_parallel_size > 1:
             split_adapters(model, model.tp_plan, meshes.dense[TENSOR])
-    root = HiddenStates(model)
+    root, tower, copies = HiddenStates(model), image_layers(model), None
+    for layer in find_layers(model):
+        copies = prepare_layer(layer, settings, copies, compiles=settings.torch_compile and layer not in tower)
+    for part in model.get_decoder().children():
+        if settings.torch_compile and type(part).__name__.endswith("Norm"):  # the last one
+            part.forward = torch.compile(part.forward)
+    model.tie_weights()  # before, so that FSDP2 gathers a tied weight once
+    on_host = settings.cpu_offload and device.type != "cpu"
+    if settings.layout.world_size == 1 and not on_host:
+        return root
     options: dict[str, Any] = {}
     if trains and policy.precision != "float32":
         precision = getattr(torch, policy.precision)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    if settings.cpu_offload and device.type != "cpu":
+    if on_host:
         options["offload_policy"] = CPUOffloadPolicy()
     for experts in apart:
         assert meshes.experts is not None, "experts are apart"
         fully_shard(experts, mesh=meshes.experts[EXPERT_SHARD], **options)
-    model.tie_weights()  # before, so that FSDP2 gathers a tied weight once
     options["mesh"] = meshes.sharding
     if meshes.dense[SHARD].size() == 1:
         options["reshard_after_forward"] = False  # there would be little to free
-    tower, copies = image_layers(model), None
     for layer in find_layers(model):
-        copies = prepare_layer(layer, settings, copies, compiles=settings.torch_compile and layer not in tower)
         fully_shard(layer, **options)
     fully_shard(root, **options)
     if meshes.context is not None:
@@ -459,15 +473,12 @@ def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def reshard(root: nn.Module) -> None:
+def reshard(root: HiddenStates) -> None:
     """Frees gathered weights. Gathered ones would keep their values when the shards change."""
     for module in sharded_modules(root):
         module.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if root.copies is not None:
+        root.copies.free()
 
 
 class _Mesh:

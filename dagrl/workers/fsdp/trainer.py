@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dagrl.config import Config
 from dagrl.imports import load_class
+from dagrl.refit.sources import local_of
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.fsdp.lora import is_adapter
-from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local, reshard
+from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, reshard, sharded_modules
 from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard
@@ -47,10 +48,12 @@ class ShardedModel:
         settings = config.policy.fsdp_cfg
         self._replicated = settings.data_parallel_replicas > 1
         layout = settings.layout
-        self._whole = settings.data_parallel_replicas == layout.dp and layout.tp == layout.cp == 1
+        self._sharded = bool(sharded_modules(root))
+        self._whole = self._sharded and settings.data_parallel_replicas == layout.dp and layout.tp == layout.cp == 1
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
-        self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
+        self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor, if sharded
+        self._updated: dict[str, Tensor] = {}  # what the optimizers have of each
         self.optimizers = self._make_optimizers() if trains else []
         self.loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
 
@@ -69,7 +72,7 @@ class ShardedModel:
                 self._set_last(number == len(microbatches.items))
                 (loss if routers is None else loss + routers.loss()).backward()  # type: ignore[no-untyped-call]
             reports.append(report)
-        if not backward:  # a backward pass does
+        if not (backward and self._sharded):  # FSDP2 does after a backward pass
             reshard(self.root)
         if routers is not None:
             self._metrics = routers.metrics()
@@ -115,10 +118,10 @@ class ShardedModel:
                 shard = _vocabulary_shard(weight)
                 inputs = DTensor.from_local(inputs, weight.device_mesh, [Replicate()], run_check=False)
                 inputs = inputs.to_local(grad_placements=[Partial()])
-            weight = local(weight)
+            weight = local_of(weight)
             if bias is not None:
                 inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
-                weight = torch.cat([weight, local(bias)[:, None]], dim=1)
+                weight = torch.cat([weight, local_of(bias)[:, None]], dim=1)
             layer = OutputLayer(weight, shard, temperature / transform.scale, chunk, transform=shaped)
             return inputs.view(*shape[:-1], -1), layer
 
@@ -166,19 +169,19 @@ class ShardedModel:
 
     def zero_gradients(self) -> None:
         """Drops all gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for tensor in (*self.parameters.values(), *self._updated.values()):
+            tensor.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Returns the shards of all gradients."""
-        return [local(one.grad) for one in self.parameters.values() if one.grad is not None]
+        return [local_of(one.grad) for one in self.parameters.values() if one.grad is not None]
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of all ranks' gradients, each counted once."""
         shards = defaultdict[tuple[dist.ProcessGroup, ...], list[Tensor]](list)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                shards[_sharing(parameter)].append(local(parameter.grad))
+                shards[_sharing(parameter)].append(local_of(parameter.grad))
         total = torch.zeros((), device=self.device)
         for groups, gradients in shards.items():  # in the order of the parameters, which is that of all ranks
             square = get_total_norm(gradients).to(self.device).square()
@@ -194,6 +197,9 @@ class ShardedModel:
 
     def update(self, rate: float) -> None:
         """Updates the weights and drops the gradients."""
+        for name, updated in self._updated.items():
+            if updated is not self.parameters[name] and self.parameters[name].grad is not None:
+                updated.grad = local_of(self.parameters[name].grad)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):  # of compiled steps
@@ -207,38 +213,48 @@ class ShardedModel:
         """Zeros the optimizer's state."""
         for state in self.optimizer_state().values():
             for value in state.values():
-                local(value).copy_(torch.zeros(()).expand(local(value).shape))
+                local_of(value).copy_(torch.zeros(()).expand(local_of(value).shape))
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns the optimizer's tensors of each parameter, by its name and theirs."""
-        states = {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
-        return {name: states[parameter] for name, parameter in self.parameters.items() if parameter in states}
+        states = {updated: state for optimizer in self.optimizers for updated, state in optimizer.state.items()}
+        return {name: states[updated] for name, updated in self._updated.items() if updated in states}
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns optimizers of all weights, with all of their state, so that the first step is not slower."""
         wanted = self._config.policy.optimizer
         kind, args = load_class(wanted.name, "policy.optimizer.name"), dict(wanted.args)
         layers = {id(one) for layer in find_layers(self.net) for one in layer.parameters() if one.ndim == 2}
-        trained = [one for one in self.parameters.values() if one.requires_grad]
-        matrices = [one for one in trained if id(one) in layers] if kind is torch.optim.Muon else trained
-        others = [one for one in trained if kind is torch.optim.Muon and id(one) not in layers]
+        trained = [name for name, one in self.parameters.items() if one.requires_grad]
+        if kind is not torch.optim.Muon:
+            return [self._optimizer(kind, trained, args)]
+        matrices = [name for name in trained if id(self.parameters[name]) in layers]
+        others = [name for name in trained if id(self.parameters[name]) not in layers]
         made = [self._optimizer(kind, matrices, args)]
         return [*made, self._optimizer(torch.optim.AdamW, others, {})] if others else made
 
-    def _optimizer(self, kind: Any, parameters: Sequence[Tensor], args: dict[str, Any]) -> torch.optim.Optimizer:
-        """Returns an optimizer after a step without gradients at a rate of 0. Vectors have no weight decay."""
+    def _optimizer(self, kind: Any, names: Sequence[str], args: dict[str, Any]) -> torch.optim.Optimizer:
+        """Returns an optimizer after a step without gradients at a rate of 0. Vectors have no weight decay.
+
+        AdamW gets the local tensors, which it computes on with less work for the host than on DTensors.
+        """
         wanted = self._config.policy.optimizer
         groups = defaultdict[tuple[Any, bool], list[Any]](list)  # of one mesh, as fused kernels require
-        for parameter in parameters:
-            groups[parameter.device_mesh, parameter.ndim > 1].append(parameter)  # type: ignore[attr-defined]
+        for name in names:
+            parameter = self.parameters[name]
+            updated = parameter
+            if kind is torch.optim.AdamW and isinstance(parameter, DTensor):
+                updated = nn.Parameter(local_of(parameter.detach()))
+            self._updated[name] = updated
+            groups[getattr(updated, "device_mesh", None), updated.ndim > 1].append(updated)
         decays = {True: wanted.weight_decay, False: 0.0}
         sections = [{"params": some, "weight_decay": decays[matrices]} for (_, matrices), some in groups.items()]
         usual = {"betas": (wanted.adam_beta1, wanted.adam_beta2), "eps": wanted.adam_eps, "fused": True}
         known = inspect.signature(kind).parameters
         arguments = {name: value for name, value in usual.items() if name in known and kind is not torch.optim.Muon} | args
         optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **arguments)
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        for name in names:
+            self._updated[name].grad = torch.zeros_like(self._updated[name])
         optimizer.step()
         optimizer.zero_grad()
         for state in optimizer.state.values():
@@ -250,15 +266,15 @@ class ShardedModel:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns this rank's shards by the name of their parameter."""
-        return {name: local(weight.detach()) for name, weight in self.parameters.items() if not is_adapter(name)}
+        return {name: local_of(weight.detach()) for name, weight in self.parameters.items() if not is_adapter(name)}
 
     def state(self, part: StatePart) -> list[Tensor]:
         """Returns the tensors of a part. Gradients exist within a step only."""
         if part == "weights":
-            return [local(parameter.detach()) for parameter in self.parameters.values()]
+            return [local_of(parameter.detach()) for parameter in self.parameters.values()]
         if part == "gradients":
             return []
-        values = [local(value) for state in self.optimizer_state().values() for value in state.values() if value.ndim]
+        values = [local_of(value) for state in self.optimizer_state().values() for value in state.values() if value.ndim]
         return [part for value in values for part in _parts(value)]
 
     def before_offload(self, what: Sequence[str]) -> None:
@@ -290,8 +306,10 @@ def _vocabulary_shard(weight: DTensor) -> VocabularyShard:
     return VocabularyShard(min(mesh.get_local_rank() * most, len(weight)), rows, mesh.get_group())
 
 
-def _sharing(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:
+def _sharing(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the groups over which a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return ()
     mesh, placements = parameter.device_mesh, parameter.placements
     sharded = (dim for dim, place in enumerate(placements) if not place.is_replicate() and mesh.size(dim) > 1)
     return tuple(mesh.get_group(dim) for dim in sharded)
