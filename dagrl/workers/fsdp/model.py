@@ -43,6 +43,7 @@ from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention
 from dagrl.workers.fsdp.context import Context
 from dagrl.workers.fsdp.copies import ComputeCopies
+from dagrl.workers.fsdp.experts import use_permutations
 from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.media import MediaInputs
@@ -325,6 +326,7 @@ def shard_model(
 ) -> HiddenStates:
     """Shards a model whose weights may be on the meta device, if there are several ranks. Returns its root."""
     settings = policy.fsdp_cfg
+    use_permutations(model)
     apart = split_layers(model, settings, meshes)
     if trains and policy.peft.enabled:
         add_adapters(model, policy.peft)
