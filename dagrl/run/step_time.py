@@ -163,7 +163,8 @@ def train_time(
     layout, fsdp, megatron = policy.train_layout, policy.backend == "fsdp", policy.megatron_cfg
     count, width = split_rows(policy, rows, trains=trains)
     recomputes = policy.fsdp_cfg.activation_checkpointing if fsdp else megatron.activation_checkpointing
-    passes = (4 if recomputes in (True, "full", "offloaded") else 3) if trains else 1
+    passes = (3 if recomputes in (False, "none") else 4) if trains else 1
+    attended = 3 if trains and recomputes in ("selective", "offloaded") else passes  # its results are kept
     split, tokens = layout.tp * layout.pp, count * width / layout.cp
     logits = model.vocabulary / layout.tp * rows.scored / layout.cp
     products = 2 * passes * tokens * active_weights(model) / split + 2 * (3 if trains else 1) * logits * model.hidden
@@ -175,7 +176,7 @@ def train_time(
     own = ((weights or model.weights) - model.expert_weights * (1 - 1 / layout.ep)) / split
     seconds = {
         "matrix products": products / (PRODUCTS * gpu.flops),
-        "attention": 4 * passes * model.layers * model.queries * pairs / (split * layout.cp * share * gpu.flops),
+        "attention": 4 * attended * model.layers * model.queries * pairs / (split * layout.cp * share * gpu.flops),
         "other kernels": moved / gpu.memory,
         "sums of gradients": GRADIENT_BYTES * count * own / gpu.memory if trains else 0.0,
         "collectives": _sent_bytes(policy, model, tokens, max(1, passes - 1), own if trains else 0.0) / gpu.link,
