@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, RunError
-from dagrl.run.certify import Certificate, certify, measure, missing_package, record
+from dagrl.run.certify import Certificate, certify, check, measure, missing_package, record
 
 SHIPPED = Path(__file__).parents[1] / "golden"
 
@@ -21,14 +21,23 @@ def run_certify(options: argparse.Namespace) -> None:
     """Records or certifies. Raises RunError if a phase of a golden run differs."""
     overrides = [*options.overrides, *(str(word) for word in options.golden if "=" in str(word))]
     golden = [word for word in options.golden if "=" not in str(word)]
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"--json {options.json}: there is no directory {options.json.parent}; make it")
     if options.record is not None:
         if len(golden) != 1:
             raise ConfigError(f"--record takes one GOLDEN, the directory to write; found {len(golden)}")
-        record(load_config(options.record, overrides), golden[0], options.steps)
-        sys.stdout.write(f"wrote {golden[0]}; after an upgrade: dagrl certify {golden[0]}\n")
+        if options.steps < 1:
+            raise ConfigError(f"--steps {options.steps}: expected at least 1")
+        replays = record(load_config(options.record, overrides), golden[0], options.steps)
+        phases = ", ".join(f"{count} {phase}" for phase, count in replays.items())
+        sys.stdout.write(f"wrote {golden[0]} ({phases}); after an upgrade: dagrl certify {golden[0]}\n")
         return
     if overrides:
         raise ConfigError(f"{overrides[0]!r}: a golden run is executed as it was recorded; override keys with --record")
+    if options.measure and not golden:
+        raise ConfigError("--measure takes each GOLDEN whose bounds it sets; found none")
+    for directory in golden:
+        check(directory)
     if options.measure:
         for directory in golden:
             sys.stdout.write(f"{directory}: {measure(directory)}\n")

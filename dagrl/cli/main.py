@@ -183,8 +183,12 @@ def _parser() -> argparse.ArgumentParser:
     certify = command("certify", _certify, "execute golden runs again in this environment, and name what differs")
     add = certify.add_argument
     add("golden", metavar="GOLDEN", nargs="*", type=Path, help="directories of golden runs (default: those of dagrl)")
-    add("--record", metavar="CONFIG", help="record the first steps of a configuration, with overrides, as the run GOLDEN")
-    add("--steps", metavar="N", type=int, default=3, help="steps to record (default: 3)")
+    add(
+        "--record",
+        metavar="CONFIG",
+        help="record the first steps of each stage of CONFIG, with overrides, as the run GOLDEN",
+    )
+    add("--steps", metavar="N", type=int, default=3, help="steps of each stage to record (default: 3)")
     add("--measure", action="store_true", help="set the bounds of GOLDEN by what differs here, where nothing is wrong")
     add("--json", metavar="F", type=Path, help="write the certificates to F")
     certify.set_defaults(overrides=[])

@@ -15,8 +15,9 @@ import json
 import logging
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ import yaml
 
 from dagrl.config import Config
 from dagrl.config.file import load_run_config
+from dagrl.config.plan import load_algorithm
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import write_whole
 from dagrl.machine import PARTS, package_versions
@@ -115,12 +117,17 @@ class Certificate:
         return {"golden": self.golden, "passed": self.passed, "changed": dict(self.changed), "phases": phases}
 
 
-def record(config: Config, golden: Path, steps: int) -> None:
-    """Runs the first `steps` steps of `config` and writes them as a golden run to the directory `golden`."""
+def record(config: Config, golden: Path, steps: int) -> Mapping[str, int]:
+    """Runs the first `steps` steps of each stage of `config` and writes them as a golden run to the directory `golden`.
+    Returns how often each phase was replayed."""
     if golden.exists():
         raise ConfigError(f"--record {golden}: exists; choose another directory, or delete it")
     config = config.with_keys({f"{stage}.val_at_start": False for stage in ("sft", "grpo", "preference")})
-    with tempfile.TemporaryDirectory() as scratch, open_session(in_scratch(config, scratch), LastStep(steps)) as session:
+    last = steps
+    if load_algorithm(config).learns_from == "samples" and config.sft.model_fields_set & {"max_num_steps", "max_num_epochs"}:
+        config = config.with_keys({"sft.max_num_steps": min(config.sft.max_num_steps, steps)})
+        last += config.sft.max_num_steps
+    with tempfile.TemporaryDirectory() as scratch, open_session(in_scratch(config, scratch), LastStep(last)) as session:
         tape = Tape(session)
         tape.entries.append(Entry(START, None, result=_digests(session)))
         session.replays.tape = tape
@@ -132,7 +139,9 @@ def record(config: Config, golden: Path, steps: int) -> None:
         keys = session.inputs.config.with_keys({"output_dir": "runs"}).model_dump(mode="json", exclude_unset=True)
     golden.mkdir(parents=True)
     write_whole(golden / "config.yaml", yaml.safe_dump(keys, sort_keys=False, allow_unicode=True))
-    write_tape(golden / TAPE, tape.finished())
+    entries = tape.finished()
+    write_tape(golden / TAPE, entries)
+    return Counter(entry.phase for entry in entries if entry.phase not in (START, END))
 
 
 def measure(golden: Path) -> Bounds:
@@ -171,9 +180,21 @@ def measured(entries: Sequence[Entry], results: Sequence[Values], epsilon: float
 
 def _bounds(golden: Path) -> Bounds:
     """Returns a run's measured bounds, or those of its precision."""
-    if (golden / BOUNDS_FILE).exists():
-        return Bounds(**json.loads((golden / BOUNDS_FILE).read_text()))
-    return BOUNDS[load_run_config(golden).policy.precision]
+    path = golden / BOUNDS_FILE
+    if not path.exists():
+        return BOUNDS[load_run_config(golden).policy.precision]
+    try:
+        return Bounds(*(float(json.loads(path.read_text())[item.name]) for item in fields(Bounds)))
+    except (ValueError, KeyError, TypeError) as error:
+        expected = ", ".join(item.name for item in fields(Bounds))
+        raise ConfigError(f"{path} cannot be read: {error!r}; expected numbers: {expected}. Measure them again") from error
+
+
+def check(golden: Path) -> None:
+    """Raises ConfigError for a directory that is no golden run, before anything is executed."""
+    load_run_config(golden)
+    read_tape(golden / TAPE)
+    _bounds(golden)
 
 
 def _execute_again(golden: Path) -> tuple[Mapping[str, str], list[Entry], list[Values]]:

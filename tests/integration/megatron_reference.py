@@ -35,6 +35,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {  # the short factors hold up to the length of the batch; the attention factor is 1.2
+    **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 512},
+    **{"short_factor": [1.0 + 0.1 * number for number in range(16)], "long_factor": [4.0] * 16},
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GLM4_MOE = {
     "model_type": "glm4_moe",
@@ -88,6 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**DEEPSEEK, "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.0}},
     "deepseek_v3_plain": {**DEEPSEEK, "q_lora_rank": None},
     "dynamic": {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "longrope": {"model_type": "llama", "rope_parameters": LONGROPE},
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,16 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.Ca
     assert "--record takes one GOLDEN" in capsys.readouterr().err
     assert main(["certify", str(tmp_path), "--record", config]) == 2
     assert "exists; choose another directory" in capsys.readouterr().err
+    assert main(["certify", str(tmp_path / "new"), "--record", config, "--steps", "0"]) == 2
+    assert "--steps 0: expected at least 1" in capsys.readouterr().err
+    assert main(["certify", "--measure"]) == 2
+    assert "--measure takes each GOLDEN" in capsys.readouterr().err
+    assert main(["certify", "--json", str(tmp_path / "none" / "f.json")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    golden = shutil.copytree(SHIPPED / "sft_fsdp", tmp_path / "golden")
+    (golden / BOUNDS_FILE).write_text('{"logprob": 1e-5}')
+    assert main(["certify", str(SHIPPED / "sft_fsdp"), str(golden)]) == 2, "before the first of them is executed"
+    assert "expected numbers: logprob, gradient, update, rounding" in capsys.readouterr().err
 
 
 CONFIG = (
