@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dagrl.files import verify_files
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.train.offload import STATE_PARTS
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
@@ -71,22 +69,6 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def test_a_background_checkpoint_has_the_state_at_its_start(
-    megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    batch, config = reference.make_batch(), Case("qwen3", {DP: 2}).config(tiny_model("qwen3"))
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
-        weights = reference.assemble(group.call("weights"))
-        group.call("save_checkpoint", str(tmp_path / "checkpoint"), True)
-        train(group, batch)
-        group.call("finish_checkpoint")
-        group.call("load_checkpoint", str(tmp_path / "checkpoint"))
-        for name, value in reference.assemble(group.call("weights")).items():
-            np.testing.assert_array_equal(value, weights[name], err_msg=name)
-
-
 @pytest.mark.parametrize("case", [Case("gemma3", {DP: 2}, packed=True), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2})], ids=str)
 def test_training_continues_unchanged_after_offloading(
     case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
@@ -113,20 +95,6 @@ def test_training_continues_unchanged_after_offloading(
         disturbed += [train(group, batch), train(group, batch)]
     np.testing.assert_array_equal(disturbed[0], undisturbed[0])
     assert disturbed[1:] == undisturbed[1:]  # bit for bit
-
-
-def test_a_checkpoint_of_the_other_backend_is_refused(
-    megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    config = reference.make_config(tiny_model("qwen3"))
-    with megatron_pool.group(ParallelLayout(), config) as group:
-        group.call("save_checkpoint", str(tmp_path / "checkpoint"))
-    config = Case("qwen3").config(tiny_model("qwen3"))
-    with megatron_pool.group(ParallelLayout(), config, kind="fsdp") as group:
-        with pytest.raises(WorkerError, match="has format 'dagrl-megatron-4', expected 'dagrl-fsdp-1'"):
-            group.call("load_checkpoint", str(tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize(
@@ -160,32 +128,6 @@ def test_transformers_loads_an_export_with_equal_logits(
         safe_open(model / "model.safetensors", "pt") as own,
     ):
         assert set(ours.keys()) == set(own.keys())  # a tied head once
-
-
-def test_both_backends_take_the_same_steps(
-    megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    """Ten GRPO steps from one checkpoint; the last two are the other backend's, which goes on from an export."""
-    batch, model, settings = reference.make_batch(grpo=True), tiny_model("qwen3"), {"generation": {"temperature": 0.7}}
-    kinds: dict[str, tuple[str, Any]] = {
-        "megatron": ("policy", lambda path: reference.make_config(path, **settings)),
-        "fsdp": ("fsdp", lambda path: Case("qwen3", {DP: 2}, packed=True).config(path, **settings)),
-    }
-    steps: dict[str, list[dict[str, float]]] = {}
-    for name, (kind, configure) in kinds.items():
-        with megatron_pool.group(configure(model).policy.train_layout, configure(model), kind=kind) as group:
-            steps[name] = [train(group, batch, "policy") for _ in range(10)]
-            group.call("export_hf", str(tmp_path / name))
-            steps[name].append(train(group, batch, "policy"))
-    for found, expected in zip(steps["fsdp"], steps["megatron"], strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    for name, other in (("megatron", "fsdp"), ("fsdp", "megatron")):
-        kind, configure = kinds[other]
-        with megatron_pool.group(configure(model).policy.train_layout, configure(tmp_path / name), kind=kind) as group:
-            assert train(group, batch, "policy")["loss"] == pytest.approx(steps[name][10]["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("case", [Case("qwen3", {DP: 2, CP: 2}, packed=True), Case("gemma3", {TP: 2})], ids=str)

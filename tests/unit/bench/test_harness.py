@@ -70,15 +70,6 @@ def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert report["failed"] == {"sleep, broken": "out of memory"} and [row["side"] for row in report["rows"]] == ["ours"]
 
 
-def test_a_contest_that_cannot_start_leaves_the_next(tmp_path: Path) -> None:
-    def broken() -> Any:
-        raise ValueError("no such model")
-
-    with pytest.raises(RunError, match="failed: broken"):
-        harness.run(options(tmp_path), [Contest("broken", {"a": {}}, broken), contest({"ours": side("ours", [], 1.0)})])
-    assert [row["case"] for row in rows_of(tmp_path)] == ["short"]
-
-
 def test_the_deadline_leaves_out_what_would_not_end_in_time() -> None:
     now = 0.0
     deadline = Deadline(10.0, lambda: now)

@@ -30,18 +30,6 @@ def one_host(request: pytest.FixtureRequest) -> bool:
 def nothing() -> None: ...
 
 
-def test_waiting_ranks_return_after_the_last_vote(one_host: bool) -> None:
-    _, (first, waits, last) = ranks(3, one_host=one_host)
-    first.reach(nothing, wait=False)  # returns at once
-    returned = threading.Event()
-    waiting = threading.Thread(target=lambda: (waits.reach(nothing), returned.set()))
-    waiting.start()
-    assert not returned.wait(0.02)
-    last.reach(nothing)
-    assert returned.wait(20.0)
-    waiting.join()
-
-
 def test_a_refusal_reaches_all_other_ranks_and_ends_one_agreement_only(one_host: bool) -> None:
     _, (refuses, *others) = ranks(3, one_host=one_host)
     refuses.reach(nothing, "it holds other weights")

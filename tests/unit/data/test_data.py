@@ -240,14 +240,6 @@ def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
     ]
 
 
-def test_marked_turns_of_a_template_that_rewrites_earlier_ones() -> None:
-    marked = QWEN3.replace("{{ answer }}", "{% generation %}{{ answer }}{% endgeneration %}")
-    tokenizer = character_tokenizer(CHARACTERS, marked)
-    (row,) = encode_demonstrations([SUMS], tokenizer)
-    assert tokenizer.decode(row.tokens) == "[user]1+1=.[assistant]2.[user]and 2+2=.[assistant]<think></think>4!."
-    assert learned(row) == ["2.", "<think></think>4!."]
-
-
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
 def test_tools_and_their_calls_are_rendered(tools: Any, tmp_path: Path) -> None:
     """Compares with transformers' rendering of the same messages."""

@@ -83,16 +83,6 @@ def test_live_parameters_and_inference_tensors_are_written_in_place() -> None:
         assert torch.equal(target, source() + 1)
 
 
-def test_a_contiguous_part_is_not_staged() -> None:
-    tensor = torch.zeros(6, 10)
-    direct, cast, strided = (
-        rounds(plan_of(matrix()), 1, {"t": target}).receives[0]
-        for target in (tensor, tensor.bfloat16(), tensor.view(10, 6).t())
-    )
-    assert direct.staged_bytes == 0 and direct.messages[0].data_ptr() == tensor.data_ptr()
-    assert cast.staged_bytes == strided.staged_bytes == tensor.nbytes
-
-
 def whole(name: str, tensor: Tensor) -> WeightSlice:
     box = tuple((0, size) for size in tensor.shape)
     return WeightSlice(name, box, name, box, str(tensor.dtype).removeprefix("torch."))

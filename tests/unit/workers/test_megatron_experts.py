@@ -158,16 +158,6 @@ def test_rows_and_gradients_may_have_any_strides() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
-def test_frozen_experts_pass_gradients_on() -> None:
-    counts = [3, 0, 5]
-    inputs = inputs_of(counts)
-    frozen = make_experts("grouped", 3).requires_grad_(False)
-    found, expected = run(frozen, counts, inputs), run(make_experts("sequential", 3), counts, inputs)
-    for name in ("outputs", "hidden", "probs"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
-    assert all(parameter.grad is None for parameter in frozen.parameters())
-
-
 def test_no_copy_of_the_weights_is_saved_for_the_backward_pass() -> None:
     layer, counts, kept = make_experts("grouped", 4), [2, 2, 2, 2], []
     states, probs, _ = inputs_of(counts)
