@@ -33,7 +33,7 @@ def schema() -> pyarrow.Schema:
 
     `split` is `train` or `validation`. `media` are files of the prompt's images, in the run's directory of that name.
     `dropped` says why a sample of `train` was not trained on: its group by dynamic
-    sampling (`zero_variance`, `failed`) or by age (`too_old`), itself by filtering (`overlong`), for lack of a reward
+    sampling (`zero_variance`, `failed`), itself by filtering (`overlong`), for lack of a reward
     (`no_reward`) or of an answer of its environment (`failed`). `logprobs` are the engine's, `train_logprobs` and
     `reference_logprobs` those of the train workers and of the reference policy (null where no phase computes them),
     `versions` the policy version that made each token. `sampled` is false on tokens of an environment. `advantage` is 0 for

@@ -9,7 +9,7 @@ experience.advance(version)           # after the step, when generation has its 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -47,7 +47,7 @@ from dagrl.rl.rollout.scoring import (
     scored_group,
     with_turn_rewards,
 )
-from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
+from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 from dagrl.rl.rollout.turns import Turns
 from dagrl.telemetry.metrics import (
     DROPPED,
@@ -119,14 +119,22 @@ class Experience:
         self._validated: list[ScoredGroup] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
         self._untrained: list[Untrained] = []  # since they were taken
+        self._again = deque[tuple[int, int]]()  # number and prompt of groups that an earlier process has started
         self._dropped_before: Counter[str] = Counter()  # by earlier processes of the run, by reason
 
     def fill(self) -> None:
         """Starts the groups that may start now and that the remaining steps need."""
         left = self._last - self.buffer.version
         needed = self.buffer.groups_per_step * left - self.buffer.outstanding
-        room = min(self.buffer.room(), needed)
-        self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
+        groups = []
+        for _ in range(min(self.buffer.room(), needed)):
+            if self._again:
+                number, key = self._again.popleft()
+                self.buffer.start(number)
+            else:
+                number, (key,) = self.buffer.start(), self.sampler.take(1)
+            groups.append(self._new_group(number, key))
+        self.rollouts.start(*groups)
 
     def prepare(self, version: int) -> None:
         """Prepares the requests after those of the last batch, which is being trained to `version` while engines are idle.
@@ -188,14 +196,7 @@ class Experience:
 
     def advance(self, version: int) -> None:
         """Marks the last taken batch as trained; generation has `version`."""
-        finished = self.buffer.finished()
-        too_old = self.buffer.advance(version)
-        left = {group.number for group in self.buffer.finished()}
-        self._untrained += [Untrained(group.payload, TRAIN, TOO_OLD) for group in finished if group.number not in left]
-        if too_old:
-            self.rest()
-            self.rollouts.abort(set(too_old) & self.rollouts.numbers)
-            self._scoring = [item for item in self._scoring if item.group.number not in too_old]
+        self.buffer.advance(version)
 
     def connect(self) -> None:
         """Connects engines that were replaced for a refit."""
@@ -322,23 +323,20 @@ class Experience:
         that is started and not trained on, which a resumed run generates again."""
         groups = [*self.rollouts.groups, *(item.group for item in self._scoring)]
         groups += [group.payload.group for group in self.buffer.finished()]
-        untrained: list[Json] = [[group.number, group.key] for group in sorted(groups, key=lambda group: group.number)]
+        untrained = sorted([*self._again, *((group.number, group.key) for group in groups)])
         return {
             "grpo_sampler": self.sampler.state(),
             "grpo_next_group": self.buffer.next_number,
-            "grpo_untrained": untrained,
+            "grpo_untrained": [[*pair] for pair in untrained],
             "grpo_dropped": dict(self._dropped()),
         }
 
     def restore(self, counters: Mapping[str, Json]) -> None:
-        """Restores the data position of a checkpoint, and starts its untrained groups again."""
+        """Restores the data position of a checkpoint. Its untrained groups start again, before others."""
         self.sampler.restore(cast("Mapping[str, Json]", counters["grpo_sampler"]))
         self.buffer.next_number = cast(int, counters["grpo_next_group"])
         self._dropped_before = Counter(cast("Mapping[str, int]", counters["grpo_dropped"]))
-        for number, key in cast("list[tuple[int, int]]", counters["grpo_untrained"]):
-            self.buffer.restart(number)
-            self.rollouts.start(self._new_group(number, key))
-        self.advance(self.buffer.version)
+        self._again.extend((number, key) for number, key in cast("list[list[int]]", counters["grpo_untrained"]))
 
     def _new_group(self, number: int, key: int) -> RolloutGroup:
         config = self._config

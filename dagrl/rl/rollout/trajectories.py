@@ -24,8 +24,6 @@ from typing import Generic, TypeVar
 
 Payload = TypeVar("Payload")
 
-TOO_OLD = "too_old"
-
 
 @dataclass(frozen=True)
 class FinishedGroup(Generic[Payload]):
@@ -54,17 +52,14 @@ class TrajectoryBuffer(Generic[Payload]):
         """Returns how many groups may start now."""
         return max(0, self.groups_per_step * (self.max_age_steps + 1) - self.outstanding)
 
-    def start(self) -> int:
-        """Starts a group with the current version and returns its number, `next_number`. A resumed run sets that first."""
+    def start(self, again: int | None = None) -> int:
+        """Starts a group with the current version and returns its number: `next_number`, or `again` that of an earlier
+        process, which a resumed run starts again. Such a run sets `next_number` first."""
         assert self.room() > 0, "start() without room(): the group could become too old"
-        number, self.next_number = self.next_number, self.next_number + 1
+        number = self.next_number if again is None else again
+        self.next_number = max(self.next_number, number + 1)
         self._generating[number] = self.version
         return number
-
-    def restart(self, number: int) -> None:
-        """Starts a group of an earlier process under its number, with the current version."""
-        assert number < self.next_number and number not in self._generating
-        self._generating[number] = self.version
 
     def finish(self, number: int, payload: Payload) -> None:
         """Marks a group as generated and scored."""
@@ -89,20 +84,11 @@ class TrajectoryBuffer(Generic[Payload]):
         self._taken = tuple(sorted(oldest, key=lambda group: group.number))
         return list(self._taken)
 
-    def advance(self, version: int) -> list[int]:
-        """Marks the last taken batch as trained. Groups that start from now on have `version`.
-
-        Drops the groups that training cannot reach before they are too old, and returns those of them that are generating.
-        That happens only after a skipped version, or if a resumed run has a smaller `max_age_steps`.
-        """
-        assert version >= self.version
+    def advance(self, version: int) -> None:
+        """Marks the last taken batch as trained. Groups that start from now on have `version`."""
+        assert self.version <= version <= self.version + 1
         self._taken = ()
         self.version = version
-        too_old = self._beyond_reach()
-        generating = [number for number in too_old if number in self._generating]
-        for number in too_old:
-            self.drop(number, TOO_OLD)
-        return generating
 
     @property
     def outstanding(self) -> int:
@@ -115,18 +101,6 @@ class TrajectoryBuffer(Generic[Payload]):
 
     def _started_at(self) -> dict[int, int]:
         return self._generating | {number: group.version for number, group in self._finished.items()}
-
-    def _beyond_reach(self) -> list[int]:
-        """Returns the groups that training cannot reach before they are due. Keeps the earliest due, finished ones first."""
-        started = self._started_at()
-        count, beyond = 0, []
-        for number in sorted(started, key=lambda number: (started[number], number in self._generating, number)):
-            steps = started[number] + self.max_age_steps - self.version + 1  # until it is due, including the next one
-            if count < self.groups_per_step * steps:
-                count += 1
-            else:
-                beyond.append(number)
-        return beyond
 
     def _makes_others_late(self, batch: Sequence[FinishedGroup[Payload]]) -> bool:
         """Returns whether, after `batch`, more groups are due by some step than training takes until then."""

@@ -293,6 +293,7 @@ def test_unfinished_episodes_start_again_in_a_resumed_run(runner: AgentRunner, m
     seeds = {group.number: [one.seed for one in group.episodes] for group in first.experience.rollouts.groups}
     first.stop()
     second.experience.restore(state)
+    second.experience.fill()
     again = second.experience.rollouts.groups
     assert {group.number: [one.seed for one in group.episodes] for group in again} == seeds and len(seeds) == 3
     assert not any(len(one.tokens) for group in again for one in group.episodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
+from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 
 
 def test_age_zero_is_the_synchronous_order() -> None:
@@ -32,27 +32,6 @@ def test_a_slow_group_is_waited_for_in_its_last_step() -> None:
     assert buffer.take() is None, "taking group 2 now would leave group 0 for version 2, at age 2"
     buffer.finish(slow, "slow")
     assert [group.number for group in buffer.take() or ()] == [slow]
-
-
-def test_a_skipped_version_drops_groups_that_are_too_old() -> None:
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1)
-    finished, running = buffer.start(), buffer.start()
-    buffer.finish(finished, "finished")
-    assert buffer.advance(2) == [running]
-    assert buffer.dropped == {TOO_OLD: 2}
-    assert buffer.room() == 4
-
-
-def test_a_smaller_maximum_age_keeps_groups_that_can_still_be_trained() -> None:
-    """A run of age 3 started 4 groups; its successor of age 1 reaches two of them in time."""
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1)
-    buffer.next_number = 4
-    for number in range(4):
-        buffer.restart(number)
-    buffer.finish(2, "finished")
-    assert buffer.advance(1) == [1, 3]
-    assert buffer.dropped == {TOO_OLD: 2}
-    assert [group.number for group in buffer.take() or ()] == [2]
 
 
 def test_finished_groups_are_listed_by_number() -> None:
