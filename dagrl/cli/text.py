@@ -7,7 +7,6 @@ Runs of tokens of one kind are a line with its name, in its colour:
     TRAIN     12                             from the data, in the loss
     TRAIN+    <think>│↵│</think>│↵           written by the template, in the loss
     STOP      <|im_end|>                     in the loss, and ends a completion
-    after     ↵                              added by the chat template after the end of a turn; not in the loss
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ STYLES = {
     "TRAIN": "green",
     "TRAIN+": "yellow",
     "STOP": "bold red",
-    "after": "dim",
     "SAMPLE": "green",
 }
 MEANINGS = {
@@ -46,7 +44,6 @@ MEANINGS = {
     "TRAIN": "from the data, in the loss",
     "TRAIN+": "written by the chat template, in the loss",
     "STOP": "in the loss, and ends a completion",
-    "after": "added by the chat template after the end of a turn, not in the loss",
     "SAMPLE": "what the policy writes, in the loss",
 }
 MARK = "\ue000"
@@ -117,8 +114,6 @@ class _View:
         tokens, learned = row.tokens.tolist(), row.loss_mask > 0
         given = self._given(tokens, examples)
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
-        if examples and examples[0].messages:
-            kinds = self._with_after(tokens, learned.tolist(), kinds, self._chat.of(examples[0].tools).end.after)
         return self._table(f"{name}: {row.source}, {len(tokens)} tokens, {int(learned.sum())} in the loss", tokens, kinds)
 
     def prompt(self, prompt: Prompt, examples: Sequence[Example]) -> list[RenderableType]:
@@ -133,18 +128,6 @@ class _View:
         if learned:
             return "STOP" if token in self.stops else "TRAIN" if given else "TRAIN+"
         return "data" if given else "template"
-
-    def _with_after(self, tokens: Sequence[int], learned: Sequence[bool], kinds: Sequence[str], after: str) -> list[str]:
-        """Finds the tokens after a turn that have the text `after`, which the template adds there."""
-        kinds, left = list(kinds), ""
-        for number, piece in enumerate(self._pieces(tokens)):
-            left = after if learned[number] else left
-            text = piece.lstrip(" ")  # SentencePiece puts spaces before tokens
-            if kinds[number] == "template" and piece and left and left.startswith(text):
-                kinds[number], left = "after", left.removeprefix(text)
-            elif not learned[number]:
-                left = ""
-        return kinds
 
     def _table(
         self, title: str, tokens: Sequence[int], kinds: Sequence[str], *after: tuple[str, str]

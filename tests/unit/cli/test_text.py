@@ -34,15 +34,14 @@ TRAIN+    <
 TRAIN     1│2
 TRAIN+    >
 STOP      <eos>
-after     ↵
-template  [│u│s│e│r│]
+template  ↵│[│u│s│e│r│]
 data      1│?
 template  [│a│s│s│i│s│t│a│n│t│]
 TRAIN+    <
 TRAIN     n│<unk>
 TRAIN+    >
 STOP      <eos>
-after     ↵
+template  ↵
 
 SFT: chats.jsonl, line 2, 24 tokens, 4 in the loss
 template  [│u│s│e│r│]
@@ -52,7 +51,7 @@ TRAIN+    <
 TRAIN     9
 TRAIN+    >
 STOP      <eos>
-after     ↵
+template  ↵
 """
 PROMPTS = """
 prompt: chats.jsonl, line 2, 19 tokens, reference 9
