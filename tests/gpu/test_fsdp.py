@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from dagrl.config import FsdpConfig
+from dagrl.workers.fsdp import host_copies
+from dagrl.workers.fsdp.model import prepare_layer
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_run, run_case
 from tests.integration.test_megatron_layouts import logprobs, train
+from tests.unit.workers.test_fsdp_model import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -86,10 +90,25 @@ def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, ti
     assert not reference.beyond_bfloat16(found, plain_run(tiny_model(name)))
 
 
-def test_layers_compile(pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
-    case = Case("qwen3", {}, {"torch_compile": True})
+@pytest.mark.parametrize("recomputes", ["none", "full", "selective", "offloaded"])
+def test_layers_compile(recomputes: str, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    case = Case("qwen3", {}, {"torch_compile": True, "activation_checkpointing": recomputes}, packed=recomputes != "none")
     found = replace(run_case(pool, case, tiny_model("qwen3"), precision="bfloat16"), gradients={})
     assert not reference.beyond_bfloat16(found, plain_run(tiny_model("qwen3")))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_saved_tensors_return_from_the_host(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
+    plain, model, copies = tiny("qwen3").cuda(), tiny("qwen3").cuda(), None
+    for layer in model.model.layers:
+        copies = prepare_layer(layer, FsdpConfig(activation_checkpointing="offloaded"), copies, compiles=compiles)
+    for step in range(3):
+        tokens = torch.randint(0, 200, (8, 512), device="cuda")
+        for each in (plain, model):
+            each(input_ids=tokens, use_cache=False).logits.square().mean().backward()
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-5, msg=f"{name}, step {step}")
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
