@@ -33,10 +33,11 @@ def check_settings(config: Config) -> None:
             f"FSDP workers need transformers {TRANSFORMERS} or newer; found {found}; upgrade it, or set "
             "policy.backend=megatron for a model type that Megatron trains"
         )
-    if config.policy.megatron_cfg != MegatronConfig():
+    own, default = config.policy.megatron_cfg, MegatronConfig()
+    if unread := [name for name in MegatronConfig.model_fields if getattr(own, name) != getattr(default, name)]:
         raise ConfigError(
-            "policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read; remove it, or set "
-            "policy.backend=megatron"
+            f"policy.megatron_cfg has {', '.join(unread)}, which policy.backend fsdp does not read; set "
+            "policy.megatron_cfg={} and sizes in policy.fsdp_cfg, or policy.backend=megatron, which alone has pipelines"
         )
 
 

@@ -181,7 +181,7 @@ FSDP; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2} -> does not defi
 FSDP; FSDP_CFG={data_parallel_size: 2, data_parallel_replicas: 3} -> data_parallel_replicas is 3
 FSDP; FSDP_CFG.pipeline_parallel_size=2 -> policy.fsdp_cfg.pipeline_parallel_size ... unknown
 FSDP; MEGATRON.pipeline_model_parallel_size=2 ->
-    policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read
+    policy.megatron_cfg has pipeline_model_parallel_size, which policy.backend fsdp does not read
 FSDP; LORA.enabled=true; MIXTURE; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2}; cluster.num_cpus=4 ->
     policy.peft.enabled is true ... workers have no adapters next to expert parallelism
 reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}} ->

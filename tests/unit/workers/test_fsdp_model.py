@@ -121,7 +121,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
     "megatron_cfg": (
         {"megatron_cfg": {"tensor_model_parallel_size": 2}},
         QWEN3,
-        "policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read",
+        "policy.megatron_cfg has tensor_model_parallel_size, which policy.backend fsdp does not read",
     ),
     "replicas": (
         {"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}},
