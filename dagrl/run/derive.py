@@ -410,16 +410,17 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     derived.set(f"{packing}.train_mb_tokens", tokens, "one sequence of the greatest length" if exceeds else reason)
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
     if exceeds:
-        derived.set(recompute, _least_recomputation(derived.config, model, parameters, memory) if fsdp else True, exceeds)
+        kinds: list[str | bool] = ["none", "selective", "full", "offloaded"] if fsdp else [False, True]
+        unsure = derived.generates or bool(model.unlike)  # engines take memory, too
+        fitting_kinds = (one for one in kinds[unsure:-1] if _fits(derived.config, recompute, one, model, parameters, memory))
+        found = next(fitting_kinds, kinds[-1])
+        if found not in ("none", False):
+            derived.set(recompute, found, exceeds)
 
 
-def _least_recomputation(config: Config, model: Decoder, parameters: float, memory: float) -> str:
-    """Returns the first kind of recomputation of FSDP workers with which a microbatch fits."""
-    for kind in ("selective", "full"):
-        policy = config.with_keys({f"{FSDP}.activation_checkpointing": kind}).policy
-        if train_memory(policy, model, memory, parameters).total <= 0.9 * memory:
-            return kind
-    return "offloaded"
+def _fits(config: Config, key: str, value: object, model: Decoder, parameters: float, memory: float) -> bool:
+    """Whether a microbatch of training fits a GPU with this value of a key."""
+    return train_memory(config.with_keys({key: value}).policy, model, memory, parameters).total <= 0.9 * memory
 
 
 def gpu_memory() -> int:

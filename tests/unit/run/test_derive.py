@@ -182,7 +182,7 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
 
 @pytest.mark.parametrize(
     ("ranks", "tokens", "recomputes"),
-    [(1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")],
+    [(1, 4096, "none"), (1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")],
 )
 def test_ranks_with_parts_of_a_row_hold_a_part_of_its_activations(
     machine: Any, ranks: int, tokens: int, recomputes: str
