@@ -1,10 +1,26 @@
-"""Imports Transformer Engine before a test module imports Megatron, as workers do."""
+"""Marks tests of GPUs, and skips those without enough of them; imports Transformer Engine before Megatron, as workers do."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from dagrl.bench.gpu.jobs import TESTS_FOR_TWO
 from dagrl.workers.megatron.cpu import import_engine
 
 if torch.cuda.is_available():
     import_engine()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Kernels have marks of their own (kernels.py): Triton's interpreter runs them without a GPU."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.path.stem.endswith("_kernels"):
+            needed = 1 + (item.path.stem.removeprefix("test_") in TESTS_FOR_TWO)
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(
+                pytest.mark.skipif(torch.cuda.device_count() < needed, reason=f"needs {needed} GPU{'s' * (needed > 1)}")
+            )

@@ -41,23 +41,17 @@ def in_stream_order(place: Place) -> object:
     return [sorted(set(copy.tolist())) for copy in seen] if place.rank else ahead
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_messages_keep_the_order_of_streams() -> None:
     ahead, seen = run_case(in_stream_order, "nccl", 2)
     assert ahead is True and seen == [[float(number)] for number in range(1, 7)]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 class TestNccl(ChannelSuite):
     kind: ClassVar[Kind] = "nccl"
     ranks: ClassVar[int] = 2
     notices_death: ClassVar[bool] = False
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 class TestIpcBetweenGpus(ChannelSuite):
     kind: ClassVar[Kind] = "ipc between GPUs"
     ranks: ClassVar[int] = 2

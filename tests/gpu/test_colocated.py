@@ -17,11 +17,6 @@ from dagrl.run.session import Session
 from dagrl.run.start import open_session
 from dagrl.telemetry.record import read_metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 ROOT = Path(__file__).parents[2]
 KV_CACHE = 4 << 30
 OVERRIDES = (

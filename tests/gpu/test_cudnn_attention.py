@@ -13,13 +13,10 @@ from dagrl.workers.train import cudnn_attention as cudnn
 from tests.gpu.test_megatron_packing import relative
 from tests.unit.workers.test_cudnn_attention import plain, starts_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cudnn.available(torch.device("cuda", 0)),
-        reason="needs a Hopper GPU, and nvidia-cudnn-frontend",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not cudnn.available(torch.device("cuda", 0)),
+    reason="needs a Hopper GPU, and nvidia-cudnn-frontend",
+)
 LENGTHS, KEY_LENGTHS = (300, 77, 512, 1), (400, 77, 900, 64)
 
 

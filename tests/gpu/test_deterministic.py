@@ -21,13 +21,10 @@ from tests.integration.vllm_ranks import requests
 __all__ = ["one_cluster"]  # a fixture: both tests use one cluster
 
 pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
 
 ROOT = Path(__file__).parents[2]
 

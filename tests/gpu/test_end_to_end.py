@@ -28,11 +28,6 @@ from dagrl.telemetry.metrics import KL
 from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-
 ROOT = Path(__file__).parents[2]
 SFT_STEPS, STEPS = 12, 4
 LARGEST_KL = 3e-3

@@ -21,7 +21,6 @@ from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, 
 from tests.integration.test_megatron_layouts import logprobs, train
 from tests.unit.workers.test_fsdp_model import tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 CASES = [

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from dagrl.config.file import load_config
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("PIL", reason="needs Pillow (dagrl[images])")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (
     "policy.precision=bfloat16",

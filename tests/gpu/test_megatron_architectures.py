@@ -20,8 +20,6 @@ from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 PUBLISHED_HEADS = {
     **{"q_lora_rank": 96, "kv_lora_rank": 64},
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 128},

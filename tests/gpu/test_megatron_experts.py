@@ -19,8 +19,6 @@ from tests.unit.workers.test_megatron_experts import inputs_of, make_experts, re
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 SMALL, WIDE = (128, 40), (2048, 768)  # widths of the model and of an expert; WIDE: Qwen3-30B-A3B's
 CASES = {
     "odd": (SMALL, [3, 1, 129, 64, 7, 33]),

@@ -22,8 +22,6 @@ from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, confi
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 GRAPHS = {"cuda_graphs": True}
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
@@ -20,8 +19,6 @@ from tests.integration.test_megatron_checkpoint import SHARDED, Setting
 from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, run_case, train
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
 CASES = [
     case("qwen3_moe", "dp2ep2", dp=2, ep=2),
     case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),

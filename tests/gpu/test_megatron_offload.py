@@ -21,8 +21,6 @@ from tests.single_worker import single_worker, train_batch
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
 SLACK = 256 << 20  # bytes that workspaces and rounding may take
 

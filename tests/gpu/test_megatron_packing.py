@@ -19,8 +19,6 @@ from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 GIB = 1 << 30
 SEQUENCES = [[192, 8, 1024, 64, 760], [448, 512, 1088]]  # two rows, multiples of 8: each of four workers has two chunks
 

@@ -22,11 +22,6 @@ from tests.integration.fake_workers import ENGINES
 from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
-
 STAGES, MICROBATCHES, LENGTH = 2, 4, 64
 RESULT_BYTES = 1 << 15  # less than one microbatch's activations: 2 rows x 64 tokens x 64 features x 8 bytes = 64 KiB
 CPU = dataclasses.replace(MODEL, width=64)

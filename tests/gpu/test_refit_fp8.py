@@ -23,11 +23,6 @@ from tests.gpu import refit_calls
 from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 PROMPTS = [[3 + (7 * row + 11 * place) % 900 for place in range(5 + 9 * row)] for row in range(6)]
 SIZES: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -11,7 +11,6 @@ from dagrl.refit import Verify
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 

@@ -31,8 +31,6 @@ from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 EXPERTS, CHOSEN = 16, 4
 
 

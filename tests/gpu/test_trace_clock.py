@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.node import NodeCall, Take, drain_runs, install, run_node
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 CALL = NodeCall("train", "train[0].multiply", 0, "map", "multiply", (Take(0),), {}, 0, True, 1 << 20, "")
 ALLOWED_US = 2000.0

@@ -21,12 +21,9 @@ from tests.single_worker import single_worker
 from tests.unit.workers.test_megatron_experts import relative
 
 pytest.importorskip("megatron.core")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or engine_version() is None, reason="needs a GPU, and transformer_engine[pytorch]"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or engine_version() is None, reason="needs a GPU, and transformer_engine[pytorch]"
+)
 
 
 @pytest.fixture(scope="module")

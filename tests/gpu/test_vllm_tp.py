@@ -10,17 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from dagrl.errors import RunError
 from tests.gpu.test_vllm_worker import PROMPTS, SHAPES, batch, difference, gpu_config, make_gpu_checkpoint, started
 from tests.integration import vllm_calls
 from tests.integration.vllm_ranks import call, requests
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
 
 
 @pytest.fixture(scope="module")

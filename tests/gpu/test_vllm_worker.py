@@ -29,11 +29,6 @@ from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import requests
 
 pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "inter": 512, "heads": 8, "kv": 2, "head_dim": 64, "vocabulary": 1000},
     "0.6B": {"layers": 28, "hidden": 1024, "inter": 3072, "heads": 16, "kv": 8, "head_dim": 128, "vocabulary": 151_936},

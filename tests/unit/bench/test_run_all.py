@@ -89,17 +89,6 @@ def test_parts_and_jobs_are_chosen_by_name() -> None:
     assert len({job.name for job in every}) == len(every)
 
 
-def test_test_files_declare_their_gpus() -> None:
-    """A file whose tests are all skipped on one GPU is a job for two."""
-    for job in jobs(8):
-        if job.part == "tests":
-            text = (ROOT / job.command[-1]).read_text()
-            needs_two = re.search(
-                r"^(    |pytestmark = .*|@)pytest\.mark\.skipif\(torch\.cuda\.device_count\(\) < 2", text, re.M
-            )
-            assert job.gpus == (2 if needs_two else 1), job.name
-
-
 def options_of(job: Job) -> argparse.Namespace:
     """Returns the options of a benchmark's job."""
     parser = argparse.ArgumentParser(exit_on_error=False)
