@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from dagrl.config import ALGORITHMS, Config
 from dagrl.errors import ConfigError
 from dagrl.imports import running
 from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, token_advantages_of
 from dagrl.rl.gae import rewards_at_end
-from dagrl.rl.losses import Denominators, batch_loss, row_sums
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
-from dagrl.rl.token_losses import KEY as LOSS_KEY
+
+if TYPE_CHECKING:
+    import torch
 
 ROWS, TOKENS = 2, 5
 
@@ -35,6 +37,11 @@ def try_algorithm(config: Config) -> None:
 
 def try_loss(algorithm: Algorithm) -> None:
     """Runs the loss on random tokens. Raises ConfigError if it fails, or if its values or gradients are not finite."""
+    import torch
+
+    from dagrl.rl.losses import Denominators, batch_loss, row_sums
+    from dagrl.rl.token_losses import KEY as LOSS_KEY
+
     name, key = algorithm.config.algorithm, KEY
     if name in ALGORITHMS and algorithm.learns_from == "samples":
         name, key = algorithm.config.loss_fn.name, LOSS_KEY
@@ -68,6 +75,8 @@ def try_pair_loss(algorithm: Algorithm) -> None:
 
 
 def _logprobs(generator: torch.Generator) -> torch.Tensor:
+    import torch
+
     return -torch.rand(ROWS, TOKENS, generator=generator) - 0.1
 
 

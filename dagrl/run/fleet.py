@@ -25,7 +25,7 @@ from pathlib import Path
 from subprocess import Popen
 from threading import Event
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from dagrl.config import Config
 from dagrl.config.plan import GroupStart, RunPlan
@@ -43,6 +43,8 @@ from dagrl.runtime.revive import Revival, revive
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WarmUp = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
 """Warms up groups that have started, while others start. Its second argument raises if these have failed."""
@@ -73,6 +75,16 @@ class Fleet:
         """Begins to import what the workers will need, if they start on this machine."""
         if config.cluster.address is None and sys.platform == "linux":
             self._forks = fork_server(config, classes)
+
+    def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
+        """Begins a call of what needs torch, which the driver does without; here if nothing is imported elsewhere.
+
+        Returns what waits for its result.
+        """
+        if self._forks is not None:
+            return self._forks.call(function, *arguments)
+        value = function(*arguments)
+        return lambda: value
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray, if it starts on this machine."""
@@ -219,7 +231,7 @@ def _side_by_side(check: Callable[[], None]) -> Iterator[tuple[Executor, Callabl
 
 
 def fork_server(config: Config, classes: Mapping[str, type]) -> ForkServer | None:
-    """Starts to import what the workers will need; None if their classes do not say what that is.
+    """Starts to import what checks and workers will need; None if no worker class says what that is.
 
     The models are in directories by the time the workers start, as their environment says.
     """
@@ -229,7 +241,7 @@ def fork_server(config: Config, classes: Mapping[str, type]) -> ForkServer | Non
             own = role_config(config, role)
             local = own.with_keys({"policy.model_name": str(Path.cwd())})
             kinds[role] = Kind(worker.imports(own), worker.environment(local))
-    return ForkServer(kinds) if kinds else None
+    return ForkServer(kinds, config.cluster.keep_imports_s) if kinds else None
 
 
 def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources, **options: Any) -> WorkerGroup:

@@ -329,6 +329,11 @@ def copy_processor(source: Path, directory: Path) -> None:
             shutil.copy2(file, directory)
 
 
+def check_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError if transformers rejects the keys of the model."""
+    make_random_model(init, tokenizer, "meta")
+
+
 def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
     """Returns the model in float32 with seeded weights. On device `meta` it has none, which checks the keys quickly.
 
@@ -365,13 +370,13 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
 
 def write_random_model(
     init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path | None = None
-) -> None:
+) -> str:
     """Writes a float32 checkpoint with seeded weights, its configuration and the tokenizer. The bytes are reproducible.
 
     With the tokenizer's directory as `source`, it gets that one's processor of images too.
 
     The directory appears complete or not at all, and stays as it is if it has this model. Raises ConfigError if transformers
-    does not know the architecture, or if it cannot be written.
+    does not know the architecture, or if it cannot be written. Returns what it has written, for a log.
     """
     from safetensors import SafetensorError
 
@@ -379,7 +384,7 @@ def write_random_model(
     made = json.dumps({**init.model_dump(mode="json"), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()})
     part, marker = directory.with_name(directory.name + ".part"), "random_init.json"
     if (directory / marker).is_file() and (directory / marker).read_text(encoding="utf-8") == made:
-        return
+        return ""
     model = make_random_model(init, tokenizer)
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -395,7 +400,7 @@ def write_random_model(
             f"output_dir: cannot write the first model, {model.num_parameters() * 4 / 2**20:.0f} MiB, to {directory}: "
             f"{_reason(error)}. Make room there, or name another directory"
         ) from error
-    logger.info("wrote a model of %d parameters from seed %d to %s", model.num_parameters(), init.seed, directory)
+    return f"wrote a model of {model.num_parameters()} parameters from seed {init.seed} to {directory}"
 
 
 def _read_object(path: Path, key: str) -> dict[str, Json]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -52,6 +52,7 @@ from dagrl.rl.preferences import gives_scores, is_unpaired
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.task_trial import try_environment, try_rewards
 from dagrl.rl.tools import load_tools, tool_schemas
+from dagrl.rl.trial import try_algorithm
 from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.cluster import check_ray_directory, gpus_here, gpus_per_worker
 from dagrl.run.derive import (
@@ -71,12 +72,12 @@ from dagrl.run.model import (
     CONFIG,
     GENERATION_CONFIG,
     check_other_tokenizers,
+    check_random_model,
     check_template,
     checkpoint_bytes,
     end_tokens,
     generation_defaults,
     load_tokenizer,
-    make_random_model,
     model_description,
     role_description,
     set_date,
@@ -145,6 +146,9 @@ class Inputs:
         return list(media.values())
 
 
+T = TypeVar("T")
+
+
 class Early(Protocol):
     """What begins while the run is checked."""
 
@@ -154,6 +158,10 @@ class Early(Protocol):
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray."""
+        ...
+
+    def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
+        """Begins a call in a process that has torch. Returns what waits for its result."""
         ...
 
 
@@ -195,12 +203,12 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     _check_stops(config, hf_config)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
-    from dagrl.rl.trial import try_algorithm  # imports torch
-
-    try_algorithm(config)
+    tried = [_apart(early, try_algorithm, config)]
     if config.policy.random_init is not None:
-        make_random_model(config.policy.random_init, tokenizer, "meta")
+        tried.append(_apart(early, check_random_model, config.policy.random_init, tokenizer))
     inputs = _encoded(derived, plan, splits, questions, tokenizer, hf_config)
+    for result in tried:
+        result()
     _check_positions(inputs, plan)
     check_settings(inputs.config, plan)
     if config.cluster.address is None and gpus_per_worker(config.cluster):
@@ -213,6 +221,13 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
+
+
+def _apart(early: Early | None, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
+    if early is not None:
+        return early.apart(function, *arguments)
+    value = function(*arguments)
+    return lambda: value
 
 
 def _check_memory(derived: Derived, plan: RunPlan, inputs: Inputs) -> None:

@@ -138,7 +138,7 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         prepare_run_directory(config, inputs.derived)
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
-        config = prepared_config(config, inputs, paths.init_model)
+        config = prepared_config(config, inputs, paths.init_model, fleet)
         plan = RunPlan.of(config)
         phase_plans = with_media(config, with_records(config, run_plans(config, plan), inputs.hf_config))
         media = MediaStore(paths.media, config.data.images)
@@ -314,7 +314,7 @@ def in_scratch(config: Config, directory: str) -> Config:
     return config.with_keys({**kept, "logger.rollouts_max_bytes": 0, **silent})
 
 
-def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
+def prepared_config(config: Config, inputs: Inputs, init_model: Path, fleet: Fleet | None = None) -> Config:
     """Returns the configuration that workers get: step limits and absolute paths are filled in.
 
     A model from a seed is written to `init_model`. Engines that look for stop strings get a tokenizer next to it that reads
@@ -323,7 +323,10 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     config, init, generation = limit_steps(config, inputs), config.policy.random_init, config.policy.generation
     if init is not None:
         name = config.policy.tokenizer.name
-        write_random_model(init, inputs.tokenizer, init_model, Path(name) if name is not None else None)
+        source = Path(name) if name is not None else None
+        written = (fleet or Fleet()).apart(write_random_model, init, inputs.tokenizer, init_model, source)()
+        if written:
+            logger.info(written)
     elif generation is not None and (generation.stop_strings or config.environment.agent is not None):
         directory = init_model.with_name("tokenizer")
         inputs.tokenizer.save_pretrained(directory)

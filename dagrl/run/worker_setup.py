@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import socket
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -62,6 +63,8 @@ def wait_for_fork(words: Sequence[str], environment: Mapping[str, str], template
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{template}")
+            if not same_user(connection):
+                return "another user has the template's name"
             socket.send_fds(connection, [b"\0"], [0, 1, 2])
             connection.sendall(json.dumps(request).encode())
             connection.shutdown(socket.SHUT_WR)
@@ -72,6 +75,12 @@ def wait_for_fork(words: Sequence[str], environment: Mapping[str, str], template
     except OSError as error:
         return str(error)
     return answer.decode() or "the template has ended"
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Returns whether the process at the other end of a Unix socket is of this user."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
 
 
 if __name__ == "__main__":

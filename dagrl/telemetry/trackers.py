@@ -7,6 +7,7 @@ run's directory. Metrics of stage `grpo` are named `grpo/<metric>`.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -61,19 +62,25 @@ def attempt(kind: type[Tracker], act: Callable[[], None]) -> bool:
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard events."""
+    """Writes TensorBoard events, without torch's writer, for which the driver would import torch."""
 
     def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._directory = directory / "tensorboard"
-        with naming(self._directory):  # purge_step hides the steps that are repeated
-            self._writer = SummaryWriter(str(self._directory), purge_step=resumed_step + 1)
+        with naming(self._directory):
+            self._writer = EventFileWriter(str(self._directory))
+            start = SessionLog(status=SessionLog.START)  # hides the steps that are repeated
+            self._writer.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
 
     def log(self, step: int, metrics: Metrics) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         with naming(self._directory):
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
 
     def close(self) -> None:

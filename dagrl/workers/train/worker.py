@@ -131,8 +131,10 @@ class TrainWorker:
     def environment(cls, config: Config) -> dict[str, str]:
         """Returns environment variables that must be set before torch is imported."""
         threads = os.environ.get("OMP_NUM_THREADS", "1")  # the workers of a host share its cores
+        local = config.policy.model_name is not None and Path(config.policy.model_name).is_dir()
+        hub = {"HF_HUB_OFFLINE": "1"} if local else {}  # nothing to look up
         cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.policy.deterministic else {}  # as torch requires
-        return {"OMP_NUM_THREADS": threads, **cublas, **cls.backend_class.environment(config)}
+        return {"OMP_NUM_THREADS": threads, **hub, **cublas, **cls.backend_class.environment(config)}
 
     @classmethod
     def imports(cls, config: Config) -> Callable[[], object]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dagrl.machine import cpu_count
 from dagrl.run.fork_server import ForkServer, Kind
 
 PROGRAM = """
@@ -90,6 +91,34 @@ def test_what_cannot_be_forked_runs_by_itself(server: ForkServer, role: str, kin
     told, asking, errors = _run(server, role, tmp_path, KIND=kind)
     assert told["pid"] == asking and not told["imported"] and reason in errors
     assert reason in server.refusals() and not server.refusals()
+
+
+def test_functions_are_called_where_torch_is(server: ForkServer) -> None:
+    parts = server.call(divmod, 7, 2)
+    error = server.call(int, "x")
+    assert parts() == (3, 1)
+    with pytest.raises(ValueError, match="invalid literal"):
+        error()
+
+
+def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
+    """Its imports are dagrl's: what others import may change."""
+    variables = {"KIND": uuid.uuid4().hex}
+    parents = []
+    for server in [ForkServer({"train": Kind(cpu_count, variables)}, idle_s=0.5) for _ in range(2)]:
+        parents.append(_run(server, "train", tmp_path, **variables)[0]["parent"])
+        server.end()
+    assert len(set(parents)) == 1
+    until = time.monotonic() + 30
+    while (left := Path(f"/proc/{parents[0]}").exists()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
+    foreign = [ForkServer({"train": Kind(_import, variables)}, idle_s=60) for _ in range(2)]
+    try:
+        assert len({_run(server, "train", tmp_path, **variables)[0]["parent"] for server in foreign}) == 2
+    finally:
+        for server in foreign:
+            server.end()
 
 
 def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:

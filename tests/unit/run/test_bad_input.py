@@ -25,6 +25,7 @@ from dagrl.data import Example, Message, Splits, open_sampler
 from dagrl.data.tokenization import digest_of
 from dagrl.errors import UserError
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
+from dagrl.run.fleet import Fleet
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.run.preflight import preflight
 from dagrl.run.resume import REFERENCE
@@ -404,6 +405,12 @@ def strange(made: str) -> Splits:
 
 
 Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_begins_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    for begin in ("begin_imports", "begin_cluster"):
+        monkeypatch.setattr(Fleet, begin, lambda *_: None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dagrl.config import Config
 from dagrl.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -106,13 +106,13 @@ def test_a_full_disk_error_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_error_of_tensorboard_names_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flush(writer: SummaryWriter) -> None:
+    def flush(writer: EventFileWriter) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as its writer thread does
 
     run = config(tmp_path, tensorboard_enabled=True)
     paths = prepare_run_directory(run)
     with RunRecord(run) as record:
-        monkeypatch.setattr(SummaryWriter, "flush", flush)
+        monkeypatch.setattr(EventFileWriter, "flush", flush)
         with pytest.raises(OSError, match="No space left") as raised:
             record.log(1, "grpo", {"loss": 1.0})
         monkeypatch.undo()

@@ -1,0 +1,24 @@
+"""Calls a function that is read, pickled, from standard input, and writes what it returned or raised: `ForkServer.call`."""
+
+import os
+import pickle
+import sys
+
+
+def main() -> None:
+    """Answers the one call of this process. What the function prints goes to standard error."""
+    sys.path[:], call = pickle.load(sys.stdin.buffer)  # noqa: S301
+    output = os.dup(1)
+    os.dup2(2, 1)
+    answer: tuple[object, BaseException | None]
+    try:
+        function, arguments = pickle.loads(call)  # noqa: S301
+        answer = function(*arguments), None
+    except BaseException as error:
+        answer = None, error
+    with os.fdopen(output, "wb") as file:
+        pickle.dump(answer, file)
+
+
+if __name__ == "__main__":
+    main()
