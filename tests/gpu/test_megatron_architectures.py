@@ -124,15 +124,19 @@ def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(
 
 
 LENGTHS = [[192, 8, 1024, 64, 760], [448, 512, 1088]]
+PREFIXES = (-1, 0, 0, -1, -1, -1, 5, 5)  # the first of each row is the prefix of the next two
 
 
+@pytest.mark.parametrize("prefixes", [(), PREFIXES], ids=["apart", "prefixes"])
 @pytest.mark.parametrize(
     ("size", "values", "window"),
     [(192, 128, None), (24, 12, None), (128, 128, 100), (64, 64, 1024)],
     ids=["published", "small", "short window", "long window"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_attention_agrees_with_plain_math(size: int, values: int, window: int | None, dtype: torch.dtype) -> None:
+def test_attention_agrees_with_plain_math(
+    size: int, values: int, window: int | None, dtype: torch.dtype, prefixes: tuple[int, ...]
+) -> None:
     """Sequences of many blocks of a kernel, in packed rows."""
     from dagrl.workers.megatron.attention import CausalAttention, LayerInputs
 
@@ -140,7 +144,7 @@ def test_attention_agrees_with_plain_math(size: int, values: int, window: int | 
     settings = SimpleNamespace(kv_channels=size, context_parallel_size=1)
     layer = CausalAttention(settings, 1, None, "self", softmax_scale=0.9 * size**-0.5)
     layer.window = window
-    segments = make_segments(LENGTHS, 1, 0, torch.device("cuda"))
+    segments = make_segments(LENGTHS, 1, 0, torch.device("cuda"), prefixes)
     shape, kv_heads = (sum(LENGTHS[0]), len(LENGTHS)), 8 if values < size else 2
     sizes = [(8, size), (kv_heads, size), (kv_heads, values)]
     exact = [torch.randn(*shape, *rest, device="cuda").to(dtype).double() for rest in sizes]
@@ -152,29 +156,30 @@ def test_attention_agrees_with_plain_math(size: int, values: int, window: int | 
         out.backward(upper.to(kind))
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def plain(*tensors: Tensor) -> Tensor:
         """Softmax of each sequence's products, with a loop over sequences."""
-        rows = []
-        for row, lengths in enumerate(LENGTHS):
-            parts = zip(*(torch.split(tensor[:, row], lengths) for tensor in (query, key, value)), strict=True)
-            outputs = []
-            for q, k, v in parts:
-                k, v = (tensor.repeat_interleave(8 // kv_heads, 1) for tensor in (k, v))
-                scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
-                places = torch.arange(len(q), device=q.device)
-                back = places[:, None] - places
-                seen = (back >= 0) & (back < (window or len(q)))
-                outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-            rows.append(torch.cat(outputs))
-        return torch.stack(rows, 1).flatten(2)
+        lengths = [length for row in LENGTHS for length in row]
+        queries, keys, parts = (torch.split(tensor.transpose(0, 1).flatten(0, 1), lengths) for tensor in tensors)
+        outputs = []
+        for q, k, v, head in zip(queries, keys, parts, prefixes or [-1] * len(lengths), strict=True):
+            if head >= 0:
+                k, v = torch.cat((keys[head], k)), torch.cat((parts[head], v))
+            k, v = (tensor.repeat_interleave(8 // kv_heads, 1) for tensor in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+            back = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+            seen = (back >= 0) & (back < (window or len(k)))
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+        return torch.cat(outputs).view(shape[1], shape[0], -1).transpose(0, 1)
 
     def found(*tensors: Tensor) -> Tensor:
         out: Tensor = layer(*tensors, None, packed_seq_params=LayerInputs(segments, None))
         return out
 
     bound = 1e-2 if dtype is torch.bfloat16 else 1e-5
-    for one, other in zip(results(found, dtype), results(plain, torch.float64), strict=True):
-        assert float((one.double() - other).norm() / other.norm()) < bound
+    for name, one, other in zip(
+        ("output", "query", "key", "value"), results(found, dtype), results(plain, torch.float64), strict=True
+    ):
+        assert float((one.double() - other).norm() / other.norm()) < bound, name
 
 
 def distance(found: Any, expected: Any) -> float:

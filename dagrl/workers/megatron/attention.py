@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.workers.train.cudnn_attention import cudnn_attention, faster
@@ -208,13 +209,15 @@ def _seen(parts: Sequence[Tensor], heads: Sequence[int]) -> Sequence[Tensor]:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
     """Computes attention, causal from the end. `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d]; q <= k."""
-    queries, keys = query.shape[2], key.shape[2]
-    mask = None
-    if queries != keys or (window is not None and window < keys):
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    if window is not None and mask is not None:
+    (heads, queries), (kv_heads, keys) = query.shape[1:3], key.shape[1:3]
+    if queries == keys and (window is None or window >= keys):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    if window is not None:
         mask = mask.triu(keys - queries - window + 1)
-    grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+    if query.is_cuda and query.dtype is not torch.float32:
+        # cuDNN, which torch prefers on Hopper, gives wrong gradients with a mask where there are more keys than queries.
+        key, value = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (key, value))
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
