@@ -401,6 +401,8 @@ def test_variables_that_the_template_does_not_use_are_an_error() -> None:
         "{# thinking #}{% generation %}{{ 'effort' if enable_thinking else '' }}{% endgeneration %}" + CHATML
     )
     row = {"messages": messages_of(TEXTS["one"])}
+    with pytest.raises(DataError, match="expected: an object"):
+        demonstration_of(row | {"chat_template_kwargs": "x"}, "row 1", DataConfig(path="x"))
     for name in ("thinking", "effort", "enable_thinking"):
         example = demonstration_of(row | {"chat_template_kwargs": {name: True}}, "row 1", DataConfig(path="x"))
         if name == "enable_thinking":
@@ -900,13 +902,13 @@ def test_a_system_prompt_may_move() -> None:
     assert tokenizer_of(kind).decode(parts(row)[0]).strip() == "and it</s>"
 
 
-@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
-def test_a_call_may_have_no_arguments(arguments: Any) -> None:
-    """As vLLM reads them. The truth is the template's text of an empty object."""
+@pytest.mark.parametrize(("arguments", "same"), [("", {}), (None, {}), ("{}", {}), ({}, {}), ('"x"', '"x"')])
+def test_arguments_may_be_missing_or_a_text(arguments: Any, same: Any) -> None:
+    """As vLLM reads them. The truth is the template's text of an empty object, and of a text, which is JSON already."""
     kind, question = KINDS[0], {"role": "user", "content": "hello"}
     given, plain = (
         {"role": "assistant", "content": "", "tool_calls": [{**CALLS[0], "function": {"name": "f", "arguments": value}}]}
-        for value in (arguments, {})
+        for value in (arguments, same)
     )
     (row,) = encode_demonstrations([example_of([question, given], TOOLS)], tokenizer_of(kind), "last")
     assert row.tokens.tolist() == truth(kind, [question, plain], TOOLS)
@@ -943,27 +945,6 @@ def test_rows_have_variables_of_the_template(name: str, variables: dict[str, Any
     pair = {"prompt": messages[:1], "chosen": messages[1:], "rejected": messages[1:], "chat_template_kwargs": variables}
     (both,) = encode_preferences([preference_of(pair, "row 1", DataConfig(path="x"))], tokenizer)
     assert both.chosen.tokens.tolist() == both.rejected.tokens.tolist() == whole
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"enable_thnking": False}, r"\['enable_thnking'\], which the chat template does not use"),
-        ("x", "expected: an object"),
-    ],
-)
-def test_variables_without_effect_are_an_error(variables: Any, message: str) -> None:
-    content = {"messages": messages_of(TEXTS["one"]), "chat_template_kwargs": variables}
-    with pytest.raises(DataError, match=message):
-        encode_demonstrations([demonstration_of(content, "row 1", DataConfig(path="x"))], tokenizer_of(KINDS[1]))
-
-
-def test_arguments_may_be_a_text() -> None:
-    """That a template writes as JSON, which they are already."""
-    call = {"type": "function", "function": {"name": "f", "arguments": '"x"'}}
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(KINDS[0]), "last")
-    assert row.tokens.tolist() == truth(KINDS[0], turns, TOOLS)
 
 
 def test_a_template_may_write_none() -> None:

@@ -96,21 +96,6 @@ def test_only_values_between_stages_use_the_transport(stages: int, microbatches:
         assert abs(reader.worker.position - graph.nodes[number].worker.position) == tp
 
 
-@given(**SIZES)
-@settings(max_examples=12)
-def test_no_stage_steps_before_every_backward_has_ended(stages: int, microbatches: int, tp: int) -> None:
-    graph = trace(stages, microbatches, tp)
-    for step in (node for node in graph.nodes if node.method == "optimizer_step"):
-        before, waiting = set(), [step.number]
-        while waiting:
-            number = waiting.pop()
-            if number not in before:
-                before.add(number)
-                waiting.extend(graph.nodes[number].upstream)
-        needed = {node.number for node in graph.nodes if node.method in ("start_step", *DIRECTIONS)}
-        assert needed <= before
-
-
 def test_a_pipeline_without_microbatches_is_refused() -> None:
     with pytest.raises(GraphError, match="at least one"):
         pipeline_phase(0)
