@@ -1,4 +1,4 @@
-"""Refits of LoRA adapters alone into vLLM's slot on a GPU: dense layers and experts, eager and under CUDA graphs.
+"""Refits of LoRA adapters alone into vLLM's slot on a GPU: of models with and without experts, eager and under CUDA graphs.
 
 The reference is transformers in float32 with the adapters merged into the same bfloat16 weights. bfloat16 differs by 0.01
 to 0.03 in the mean, other adapters by more than 0.5.
@@ -18,7 +18,7 @@ from dagrl.config import Config
 from dagrl.rl.generation import FinishedRequest
 from tests.gpu.test_vllm_worker import LONG_PROMPT, PROMPTS, Engine, batch, gpu_config, started
 from tests.integration import vllm_calls
-from tests.integration.test_megatron_lora import ALPHA, DIM, expert_adapters, merged_parameters
+from tests.integration.test_megatron_lora import ALPHA, DIM
 from tests.integration.vllm_ranks import requests
 
 pytest.importorskip("vllm")
@@ -110,17 +110,30 @@ def make_base(directory: Path, model_type: str) -> None:
 
 
 def make_adapters(base: Any, directory: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Writes adapters and, in `refit`, what a refit sends of them in bfloat16. Returns them as they are after rounding."""
-    from safetensors.torch import load_file, save_file
+    """Writes, in `refit`, what a refit sends of random adapters in bfloat16. Returns these as they are after rounding."""
+    from safetensors.torch import save_file
 
-    expert_adapters(base, directory, seed=seed)
-    stored = load_file(directory / "adapter_model.safetensors")
-    rounded = {name.removeprefix("base_model.model."): part.bfloat16() for name, part in stored.items()}
+    torch.manual_seed(seed)
+    rounded = {}
+    for name, weight in base.named_parameters():
+        if name.endswith("_proj.weight"):
+            module, (rows, columns) = name.removesuffix(".weight"), weight.shape
+            rounded[f"{module}.lora_A.weight"] = (0.1 * torch.randn(DIM, columns)).bfloat16()
+            rounded[f"{module}.lora_B.weight"] = (0.05 * torch.randn(rows, DIM)).bfloat16()
     sent = {name: part * (ALPHA / DIM) if "lora_B" in name else part for name, part in rounded.items()}
-    (directory / "refit").mkdir()
+    (directory / "refit").mkdir(parents=True)
     save_file(sent, directory / "refit" / "model.safetensors")
-    return {name.replace(".lora_A.weight", ".weight A").replace(".lora_B.weight", ".weight B"): part.float()
-            for name, part in rounded.items()}  # fmt: skip
+    return {name: part.float() for name, part in rounded.items()}
+
+
+def merged_parameters(base: Any, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the base model's parameters with the adapters."""
+    merged = {name: part.detach() for name, part in base.named_parameters()}
+    for name, a in adapters.items():
+        module, ending, _ = name.partition(".lora_A.weight")
+        if ending:
+            merged[f"{module}.weight"] = merged[f"{module}.weight"] + ALPHA / DIM * adapters[f"{module}.lora_B.weight"] @ a
+    return merged
 
 
 def with_adapters(config: Config) -> Config:

@@ -64,17 +64,20 @@ class Started:
         self.engine.on_all(vllm_calls.write_weights, self.adapters[number] / "refit", version)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda tp: f"tp{tp}")
+CASES = [pytest.param(("qwen3_moe", 1), id="experts", marks=pytest.mark.slow), pytest.param(("qwen3", 2), id="tp2")]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
     pytest.importorskip("peft")
-    root = tmp_path_factory.mktemp("lora")
-    base = make_checkpoint(root / "base")
+    root, (model, tp) = tmp_path_factory.mktemp("lora"), request.param
+    base = make_checkpoint(root / "base", model)
     adapters = [with_peft(base, root, seed) for seed in range(3)]
     peft = {"enabled": True, "refit": "adapters", "dim": DIM, "alpha": ALPHA, "target_modules": TARGETS}
     config = make_config(base, {"vllm_cfg": {"max_num_seqs": 2, "kv_cache_memory_bytes": 16 << 20}}, length=320, peft=peft)
-    with vllm_ranks.engine(config, request.param) as engine:
+    with vllm_ranks.engine(config, tp) as engine:
         yield Started(engine, config, base, adapters)
 
 

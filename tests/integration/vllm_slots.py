@@ -18,7 +18,6 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
 
 from dagrl.config import PeftConfig
-from dagrl.refit.slices import STACKED, numbered
 from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.train.adapters import adapter_names, linear_shapes, targets
 from dagrl.workers.vllm.lora import find_slots
@@ -33,11 +32,9 @@ def check_slots(model: torch.nn.Module, config: Hf, rank: VllmRank) -> int:
     layers = with_lora(model, rank)
     found = find_slots(layers, config, PEFT, torch.float32)
     shapes = targets(linear_shapes(stacked_shapes(config)), PEFT)
-    if rank.expert_parallel and any(shape[0] % rank.tp for name, shape in shapes.items() if STACKED in name):
-        return len(found.tensors)  # vLLM's loading of adapters gives each rank as many experts
     adapters = {
-        part: torch.randn(*experts, *sizes)
-        for name, (*experts, outputs, inputs) in shapes.items()
+        part: torch.randn(sizes)
+        for name, (outputs, inputs) in shapes.items()
         for part, sizes in zip(adapter_names(name), ((PEFT.dim, inputs), (outputs, PEFT.dim)), strict=True)
     }
     for piece in found.slices:
@@ -69,13 +66,10 @@ def with_lora(model: torch.nn.Module, rank: VllmRank) -> Any:
 
 
 def read_adapters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, LoRALayerWeights]]:
-    """Yields the adapters as vLLM reads them from files: one for each expert, with a scale of 1."""
+    """Yields the adapters as vLLM reads them from files, with a scale of 1."""
     for name, a in adapters.items():
         module, ending, _ = name.partition(".lora_A.weight")
         if not ending:
             continue
         b = adapters[f"{module}.lora_B.weight"]
-        for number in range(len(a)) if STACKED in module else [None]:
-            one = module if number is None else numbered(module, number)
-            pair = (a, b) if number is None else (a[number], b[number])
-            yield one, LoRALayerWeights(one, PEFT.dim, PEFT.dim, *pair)
+        yield module, LoRALayerWeights(module, PEFT.dim, PEFT.dim, a, b)

@@ -155,14 +155,7 @@ def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    linear, stacked = linear_shapes(model), stacked_experts(model)
-    for target in settings.target_modules:
-        if target.rpartition(".")[2] in stacked and not any(name.endswith(f"{target}.weight") for name in linear):
-            raise ConfigError(
-                f"policy.peft.target_modules has {target!r}, which has the weights of all experts of a layer; FSDP workers "
-                "have adapters of linear layers only. Leave it out, or set policy.backend=megatron for a model it has"
-            )
-    check_adapters(settings, linear)
+    check_adapters(settings, linear_shapes(model))
     lora: dict[str, Any] = {"r": settings.dim, "lora_alpha": settings.alpha, "use_rslora": settings.use_rslora}
     inject_adapter_in_model(LoraConfig(target_modules=_chosen_layers(model, settings), **lora), model, NAME)
     for name, parameter in model.named_parameters():

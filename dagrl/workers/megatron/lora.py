@@ -2,13 +2,13 @@
 
 An adapted weight is computed before its layer runs: `W + scale * B @ A` (Hu et al. 2021, arXiv:2106.09685; with `use_rslora`
 the scale is alpha / sqrt(dim), arXiv:2312.03732). The weight layout says which box of which Hugging Face parameter is where
-in a local tensor, so one rule covers column, row, QKV, gate-up and expert layers. Adapters are those of Hugging Face's
+in a local tensor, so one rule covers column, row, QKV and gate-up layers. Adapters are those of Hugging Face's
 parameters, as in PEFT. Each rank holds the whole adapter of the parameters that it has a part of, and gradients are summed
 over the tensor-parallel ranks. A merged refit sends the weights that training computes with, bit by bit.
 
-The gradient of the whole weight, which only experts compute, would be a product as large as the forward pass, for nothing:
-with the layer's input x and the gradient g of its output, those of the adapters are `scale * g^T (x A^T)` and
-`scale * (g B)^T x` (`leave_weight_out`). Imported only where Megatron is.
+The gradient of the whole weight would be a product as large as the forward pass, for nothing: with the layer's input x and
+the gradient g of its output, those of the adapters are `scale * g^T (x A^T)` and `scale * (g B)^T x` (`leave_weight_out`).
+Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    linear_with_frozen_weight,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import linear_with_frozen_weight
 from torch import Tensor
 
 from dagrl.config import PeftConfig
@@ -82,7 +77,7 @@ class AdapterStack:
         return cls(list(adapters.values()), len(weight), sources_at, places_at, whole, slice(*pieces[0].box[1]))
 
     def factors(self) -> Factors:
-        """Returns the factors, differentiable in the adapters."""
+        """Returns the factors."""
         wide = torch.cat([adapter[1] for adapter in self.adapters])
         if not self.whole:
             empty = wide.new_zeros(self.rows * len(self.adapters), wide.shape[1])
@@ -123,7 +118,7 @@ class LayerAdapters(torch.nn.Module):
     def sharded(self) -> list[ShardedTensor]:
         """Returns Megatron's sharded tensors: every adapter whole, under a name that does not depend on the layout."""
         return [
-            ShardedTensor.from_rank_offsets(f"{ADAPTERS}.{name}.{part}", parameter, replica_id=_replica(parameter))
+            ShardedTensor.from_rank_offsets(f"{ADAPTERS}.{name}.{part}", parameter, replica_id=_replica())
             for name, adapter in self.held.items()
             for part, parameter in zip(PARTS, adapter, strict=True)
         ]
@@ -137,11 +132,10 @@ class AdaptedWeight:
     base: torch.nn.Parameter
     stack: AdapterStack
     scale: float
-    whole_gradient: bool  # whether the layer computes the gradient of the merged weight
 
     def merge(self) -> None:
         """Merges the adapters into the weight that the module uses in this pass, and gives it their factors."""
-        with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
+        with torch.no_grad():
             factors = self.stack.factors()
             # Entries of the module's own dictionary hide its parameter, which stays registered.
             self.module.__dict__.update(weight=torch.addmm(self.base, *factors, alpha=self.scale), factors=factors)
@@ -152,7 +146,7 @@ class AdaptedWeight:
             self.module.__dict__.pop(name, None)
 
     def merged(self) -> Tensor:
-        """Returns the weight with its adapters, differentiable in them."""
+        """Returns the weight with its adapters."""
         return torch.addmm(self.base, *self.stack.factors(), alpha=self.scale)
 
     def running(self) -> tuple[AdapterStack, Factors] | None:
@@ -249,8 +243,6 @@ def add_adapters(
         if match is None or not any(is_target(name, settings) for name in shared):
             continue
         layer, module = _module(model, match[1]), _module(model, f"{match[1]}.{match[2]}")
-        if not _is_dense(module.weight):  # tensor-parallel ranks may have other experts
-            shared = dict.fromkeys(piece.name for piece in pieces)
         if layer not in layers:
             layer.add_module(ADAPTERS, LayerAdapters())
         base: torch.nn.Parameter = module.weight  # type: ignore[assignment]
@@ -258,10 +250,8 @@ def add_adapters(
         adapters = {name: _new_adapter(name, shapes[name], base, settings, seed) for name in names}
         for name, adapter in adapters.items():
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
-        whole = "local_experts" in match[2] or not isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        weight = AdaptedWeight(module, base, AdapterStack.of(base, pieces, adapters), scale, whole)
-        if not whole:
-            leave_weight_out(module, weight.running, scale)
+        weight = AdaptedWeight(module, base, AdapterStack.of(base, pieces, adapters), scale)
+        leave_weight_out(module, weight.running, scale)
         layers.setdefault(layer, []).append(weight)
     return Adapters(layers, scale)
 
@@ -325,11 +315,9 @@ def sum_adapter_gradients(chunks: list[Any], *_: Any, **__: Any) -> None:
     """Sums gradients over all ranks. Megatron's `finalize_model_grads` expects gradients of embeddings."""
     for chunk in chunks:
         chunk.finish_grad_sync()
-    dense, expert = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
-    for chunk in chunks:
-        for group, buffers in ((dense, chunk.buffers), (expert, chunk.expert_parallel_buffers)):
-            for buffer in buffers if dist.get_world_size(group) > 1 else ():
-                dist.all_reduce(buffer.grad_data, group=group)
+    group = parallel_state.get_tensor_model_parallel_group()
+    for buffer in (buffer for chunk in chunks for buffer in chunk.buffers) if dist.get_world_size(group) > 1 else ():
+        dist.all_reduce(buffer.grad_data, group=group)
 
 
 def _need_gradients(_: object, __: object, output: Tensor) -> None:
@@ -346,11 +334,6 @@ def _by_tensor(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
     return {tensor: sorted(pieces, key=lambda piece: piece.local) for tensor, pieces in by_tensor.items()}
 
 
-def _is_dense(parameter: Any) -> bool:
-    """Whether Megatron reduces the parameter over the data-parallel ranks of dense layers."""
-    return getattr(parameter, "allreduce", True)
-
-
 def _module(model: ModelChunks, name: str) -> torch.nn.Module:
     stage, _, rest = name.partition(".")
     if stage.startswith("vp"):
@@ -361,17 +344,9 @@ def _module(model: ModelChunks, name: str) -> torch.nn.Module:
 def _new_adapter(name: str, shape: Sequence[int], base: torch.nn.Parameter, settings: PeftConfig, seed: int) -> Adapter:
     values = first_factors(name, shape, settings, seed)
     a, b = (torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in values)
-    marked: list[Any] = [a, b]
-    for parameter in marked:  # Megatron reads the replicas' group, and which rank counts the parameter in gradient norms
-        parameter.allreduce = _is_dense(base)
-        if not parameter.allreduce:
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-            parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
     return a, b
 
 
-def _replica(parameter: Any) -> tuple[int, int, int]:
-    if parameter.allreduce:
-        tp = parallel_state.get_tensor_model_parallel_rank()
-        return 0, tp, parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return 0, parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
+def _replica() -> tuple[int, int, int]:
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    return 0, tp, parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import PeftConfig
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.refit.slices import STACKED, WeightSlice, numbered
+from dagrl.refit.slices import WeightSlice
 from dagrl.workers.train.hf_load import opened
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ AdapterShapes = Mapping[str, tuple[int, ...]]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "policy.peft"
 _LINEAR = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"),
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # latent attention
 )
 
@@ -56,7 +56,8 @@ def first_factors(name: str, shape: Sequence[int], settings: PeftConfig, seed: i
 
 
 def linear_shapes(shapes: AdapterShapes) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of those parameters that may have adapters, by the usual names of linear layers."""
+    """Returns the shapes of those parameters that may have adapters, by the usual names of linear layers. Experts have none:
+    PEFT has no adapters of their stacked weights."""
     return {name: shape for name, shape in shapes.items() if _is_linear(name)}
 
 
@@ -70,7 +71,7 @@ def check_adapters(settings: PeftConfig, linear: AdapterShapes) -> None:
         if not any(_matches(name, target) for name in names):
             known = dict.fromkeys(_module(name).rpartition(".")[2] for name in names)
             raise ConfigError(
-                f"{KEY}.target_modules has {target!r}, which no linear layer of the model is called; expected "
+                f"{KEY}.target_modules has {target!r}, which no linear layer outside of experts is called; expected "
                 f"{', '.join(known)}, or the end of a longer name such as {_module(names[0])!r}"
             )
     if settings.adapter_path is not None:
@@ -118,22 +119,8 @@ def adapter_names(parameter: str) -> tuple[str, str]:
 
 
 def targets(linear: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of `linear`, where experts are stacks, that have adapters.
-
-    Raises ConfigError if some experts of a layer have one and others have none: vLLM's slots are for all of them.
-    """
-    adapted_shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in linear.items():
-        numbers = range(shape[0]) if STACKED in name else range(1)
-        adapted = [is_chosen(numbered(name, number), settings) for number in numbers]
-        if any(adapted) and not all(adapted):
-            raise ConfigError(
-                f"{KEY}.target_modules has some experts of {name!r} and not others, but vLLM's LoRA slots are for all "
-                f"experts of a layer; name all or none, or set {KEY}.refit=merged"
-            )
-        if all(adapted):
-            adapted_shapes[name] = shape
-    return adapted_shapes
+    """Returns the parameters of `linear` that have adapters."""
+    return {name: shape for name, shape in linear.items() if is_chosen(name, settings)}
 
 
 def trained_adapters(slices: Sequence[WeightSlice], adapted: AdapterShapes, settings: PeftConfig) -> list[WeightSlice]:
@@ -141,17 +128,16 @@ def trained_adapters(slices: Sequence[WeightSlice], adapted: AdapterShapes, sett
     adapter_slices: dict[WeightSlice, None] = {}
     for piece in slices:
         if piece.name in adapted:
-            *experts, outputs, inputs = adapted[piece.name]
-            numbers = piece.box[:1] if experts else ()
+            outputs, inputs = adapted[piece.name]
             shapes = (settings.dim, inputs), (outputs, settings.dim)
             for name, sizes in zip(adapter_names(piece.name), shapes, strict=True):
-                box = (*numbers, *((0, size) for size in sizes))
+                box = tuple((0, size) for size in sizes)
                 adapter_slices[WeightSlice(name, box, name, box)] = None
     return list(adapter_slices)
 
 
 def _is_linear(name: str) -> bool:
-    return name.endswith(".weight") and _module(name).rpartition(".")[2] in _LINEAR
+    return name.endswith(".weight") and ".experts." not in name and _module(name).rpartition(".")[2] in _LINEAR
 
 
 def _module(name: str) -> str:

@@ -2,7 +2,7 @@
 
 The slot gets an adapter of zeros when the engine has started, and every request names it. vLLM's own code that fills a slot
 (`set_lora` of its LoRA layers) runs over recording tensors and gives the destinations: slices of fused layers, tensor
-parallelism, experts. The base weights stay as loaded.
+parallelism. The base weights stay as loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 from dagrl.config import Config, Json, PeftConfig
 from dagrl.config.settings import SLOT_RANKS, sends_adapters
 from dagrl.errors import ConfigError
-from dagrl.machine import gpu_count
-from dagrl.refit.slices import STACKED
 from dagrl.workers.families import known_family
 from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.train.adapters import KEY, AdapterShapes, adapter_names, linear_shapes, targets
@@ -30,13 +28,8 @@ if TYPE_CHECKING:
 
     from dagrl.refit.recording import Recording  # imports torch
 
-Pair = tuple["Tensor", "Tensor"]
-
 SLOT, ADAPTER = 0, 1
 """The slot, and vLLM's number of the adapter in it."""
-
-_EXPERTS = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"), ("up_proj", "down_proj", "up_proj"))
-"""Names of the projections that vLLM calls w1, w2 and w3; without a gate it takes w1 twice."""
 
 
 def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
         "load_format": "auto",  # a refit writes none of the loaded parameters
     }
     names = map(_names(hf_config), targets(_linear_layers(hf_config), peft))
-    modules = {name.partition(f".{STACKED}")[0].removesuffix(".weight").rpartition(".")[2] for name in names}
+    modules = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
     for architecture in _model_classes(hf_config):
         packed = getattr(architecture, "packed_modules_mapping", {})
         modules |= {layer for layer, parts in packed.items() if modules.intersection(parts)}
@@ -84,16 +77,9 @@ def _model_classes(hf_config: Mapping[str, Json]) -> Iterator[type[Any]]:
 
 
 def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
-    """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model or its adapters."""
+    """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model."""
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
-    shapes = _linear_layers(hf_config)
-    targets(shapes, config.policy.peft)
-    on_cpu = not gpu_count() and config.cluster.address is None
-    if on_cpu and any(STACKED in name for name in shapes):
-        raise ConfigError(
-            f"{KEY}.refit is adapters, but vLLM's kernels for experts on CPUs have no LoRA; set {KEY}.refit=merged"
-        )
 
 
 def lora_request() -> LoRARequest:
@@ -125,7 +111,7 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
 
     shapes, in_vllm = _linear_layers(hf_config), _names(hf_config)
     adapted = targets(shapes, settings)
-    slots = _Slots(layers, {in_vllm(name): name for name in shapes}, shapes, settings.dim)
+    slots = _Slots(layers, {in_vllm(name): name for name in shapes})
     checkpoint = [weight for name, shape in adapted.items() for weight in _checkpoint(name, shape, settings.dim, dtype)]
     recording = record(slots.memory(), checkpoint, dtype, lambda sources: slots.fill(dict(sources)))
     _check_complete(type(layers.model).__name__, recording, adapted, slots)
@@ -136,19 +122,17 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
 def _checkpoint(
     name: str, shape: Sequence[int], dim: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    *experts, outputs, inputs = shape
+    outputs, inputs = shape
     for part, sizes in zip(adapter_names(name), ((dim, inputs), (outputs, dim)), strict=True):
-        yield part, (*experts, *sizes), dtype
+        yield part, sizes, dtype
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """vLLM's LoRA layers; `names` are Hugging Face parameters by vLLM's names, `shapes` those of all parameters."""
+    """vLLM's LoRA layers; `names` are Hugging Face parameters by vLLM's names."""
 
     layers: Any
     names: Mapping[str, str]
-    shapes: AdapterShapes
-    dim: int
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -156,16 +140,14 @@ class _Slots:
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for module, layer in self.layers.modules.items():
-            if _has_experts(layer):
-                for part in ("w13", "w2"):
-                    for kind in "ab":
-                        stacks = getattr(layer, f"{part}_lora_{kind}_stacked")
-                        yield from ((f"{module}.{part}.lora_{kind}.{n}", stack[SLOT]) for n, stack in enumerate(stacks))
-                continue
+        for module, layer in self._linear():
             for kind in "ab":
                 stacks = getattr(layer, f"lora_{kind}_stacked")
                 yield from ((f"{module}.lora_{kind}.{n}", stack[SLOT, 0]) for n, stack in enumerate(stacks))
+
+    def _linear(self) -> Iterator[tuple[str, Any]]:
+        """Yields the layers by name; not those of experts, which vLLM may have wrapped too."""
+        return ((name, layer) for name, layer in self.layers.modules.items() if hasattr(layer, "lora_a_stacked"))
 
     def memory(self) -> torch.nn.Module:
         """Returns a module with the slot's memory as buffers, for the recorder."""
@@ -177,58 +159,16 @@ class _Slots:
 
     def fill(self, sources: Mapping[str, Tensor]) -> None:
         """Fills the slot from A and B by name, as vLLM does with an adapter that it loads."""
-        for module, layer in self.layers.modules.items():
-            if _has_experts(layer):
-                self._fill_experts(module, layer, sources)
-                continue
+        for module, layer in self._linear():
             children = self.layers.packed_modules.get(module, [module])
             pairs = [self._pair(f"{child}.weight", sources) for child in children]
             if any(pair is not None for pair in pairs):
                 a, b = ([pair and pair[side] for pair in pairs] for side in range(2))
                 layer.set_lora(SLOT, *((a, b) if len(pairs) > 1 else (a[0], b[0])))
 
-    def _fill_experts(self, module: str, layer: Any, sources: Mapping[str, Tensor]) -> None:
-        names = next(
-            [f"{module}.*.{projection}.weight" for projection in projections]
-            for projections in _EXPERTS
-            if all(f"{module}.*.{projection}.weight" in self.names for projection in projections)
-        )
-        pairs = [self._pair(name, sources) for name in names]
-        if not any(pairs):
-            return
-        filled = [pair or self._zeros(name) for pair, name in zip(pairs, names, strict=True)]
-        experts = _held_experts(module, layer)
-        layer.set_lora(SLOT, *([pair[side][experts] for pair in filled] for side in range(2)))
-
-    def _pair(self, name: str, sources: Mapping[str, Tensor]) -> Pair | None:
+    def _pair(self, name: str, sources: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         a, b = (sources.get(part) for part in adapter_names(self.names.get(name, name)))
         return None if a is None or b is None else (a, b)
-
-    def _zeros(self, name: str) -> Pair:
-        """Returns A and B that the recorder does not follow, for a projection without adapter: the slot stays zero."""
-        import torch
-
-        experts, outputs, inputs = self.shapes[self.names[name]]
-        a, b = (experts, self.dim, inputs), (experts, outputs, self.dim)
-        return torch.empty(a, device="meta"), torch.empty(b, device="meta")
-
-
-def _has_experts(layer: Any) -> bool:
-    return hasattr(layer, "w13_lora_a_stacked")
-
-
-def _held_experts(module: str, layer: Any) -> slice:
-    """Returns the experts of the layer that this rank holds."""
-    mapping = layer.base_layer.expert_map  # number on this rank by number in the layer, -1 without
-    if mapping is None:
-        return slice(0, layer.local_num_experts)
-    experts = [number for number, local in enumerate(mapping.tolist()) if local >= 0]
-    if experts != list(range(experts[0], experts[-1] + 1)):
-        raise ConfigError(
-            f"vLLM spreads the experts of {module!r} in turn over the ranks, which {KEY}.refit=adapters cannot follow; set "
-            f"vLLM's expert_placement_strategy to linear, or {KEY}.refit=merged"
-        )
-    return slice(experts[0], experts[-1] + 1)
 
 
 def _check_complete(model: str, recording: Recording, adapted: AdapterShapes, slots: _Slots) -> None:

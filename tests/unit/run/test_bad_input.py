@@ -294,10 +294,8 @@ policy.random_init.tokenizer_characters="121" -> tokenizer_characters ... '1' mo
 LORA={enabled: true, refit: adapters, dim: 600} -> dim is 600, but ... set LORA.refit=merged
 LORA={enabled: true, refit: adapters}; policy.generation.vllm_cfg.precision=fp8 ->
     vllm_cfg.precision is fp8 ... set LORA.refit=merged
-LORA={enabled: true, refit: adapters, target_modules: [layers.0.mlp.experts.1.up_proj]}; MIXTURE ->
-    has some experts of 'model.layers.0.mlp.experts.*.up_proj.weight' and not others ... set LORA.refit=merged
-LORA={enabled: true, refit: adapters}; MIXTURE ->
-    vLLM's kernels for experts on CPUs have no LoRA ... set LORA.refit=merged
+LORA={enabled: true, target_modules: [layers.0.mlp.experts.1.up_proj]}; MIXTURE ->
+    has 'layers.0.mlp.experts.1.up_proj', which no linear layer outside of experts is called
 seed=-1 -> seed (command line): found -1; expected: greater
 policy.tokenizer.chat_template=templates/chat.jinja ->
     chat_template (command line): found 'templates/chat.jinja'; expected: Jinja text ... not the name of its file
