@@ -36,7 +36,6 @@ def check_settings(config: Config, plan: RunPlan) -> None:
     _check_rewards(config, plan)
     if plan.generates:
         _check_samples(config, plan)
-        _check_drafter(config, generation_config(config))
     _check_models(config, plan)
     _check_shared_gpus(config, plan)
     _check_training(config, plan)
@@ -146,24 +145,6 @@ def _check_samples(config: Config, plan: RunPlan) -> None:
         raise ConfigError(
             f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "
             "conversation. Set max_conversations=1, or use an algorithm without a critic"
-        )
-
-
-def _check_drafter(config: Config, generation: GenerationConfig) -> None:
-    """Checks what else decides where a sequence ends or what is recorded, next to a drafter."""
-    if not generation.drafter:
-        return
-    key = "policy.generation.vllm_kwargs.speculative_config"
-    if (generation.vllm_cfg.num_scheduler_steps or 1) > 1:
-        raise ConfigError(
-            f"{key} is set, and policy.generation.vllm_cfg.num_scheduler_steps is above 1, but every step has drafts of its "
-            "own; set it to 1"
-        )
-    one_by_one = generation.stop_strings or config.environment.agent or config.policy.router_replay
-    if one_by_one or sends_adapters(config):
-        raise ConfigError(
-            f"{key} is set, but stop_strings, an agent, policy.router_replay and policy.peft.refit=adapters "
-            "work one token at a time; remove it, or do without them"
         )
 
 

@@ -130,14 +130,7 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = VllmConfig()
 
     vllm_kwargs: dict[str, Json] = Field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, by name. With `speculative_config` a drafter proposes tokens that the policy
-    verifies; samples follow the policy's distribution, and have its log-probabilities and version."""
-
-    @property
-    def drafter(self) -> dict[str, Json]:
-        """vLLM's `speculative_config`; empty without speculative decoding."""
-        drafter = self.vllm_kwargs.get("speculative_config") or {}
-        return drafter if isinstance(drafter, dict) else {}
+    """Further arguments of vLLM's `EngineArgs`, by name; not those that workers set."""
 
     @field_validator("temperature")
     @classmethod

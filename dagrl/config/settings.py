@@ -42,14 +42,6 @@ def sends_adapters(config: Config) -> bool:
     return peft.enabled and peft.refit == "adapters"
 
 
-def keeps_weights(config: Config) -> bool:
-    """Returns whether generation has weights that no refit sends: base weights under adapters, or a learned drafter's.
-
-    They go to host memory while it sleeps. Otherwise all weights are dropped, as the next refit brings them.
-    """
-    return sends_adapters(config) or "model" in generation_config(config).drafter
-
-
 def recomputes_kv_cache(config: Config) -> bool:
     """Returns whether running requests have their KV cache recomputed after a weight update."""
     return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates

@@ -24,7 +24,7 @@ from dagrl.config import CheckpointConfig, Config
 from dagrl.config.file import value_text
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN
-from dagrl.config.settings import TOKENIZER_KEY, generation_config, generation_dtype, keeps_weights, model_names
+from dagrl.config.settings import TOKENIZER_KEY, generation_config, generation_dtype, model_names, sends_adapters
 from dagrl.data.media import MediaStore
 from dagrl.errors import ClusterError, StopRequestedError
 from dagrl.refit import Refit
@@ -361,7 +361,7 @@ def _shared_devices(run: PreparedRun, groups: Mapping[str, WorkerGroup], clock: 
     if not run.plan.colocated:
         return None
     states = {role: groups[role] for role in run.plan.sharing if role != GENERATION}
-    level = KEEP_WEIGHTS if keeps_weights(run.config) else DROP_WEIGHTS
+    level = KEEP_WEIGHTS if sends_adapters(run.config) else DROP_WEIGHTS  # all others come with the next refit
     exchange, deadline = generation_config(run.config).colocated.exchange, run.config.timeouts.replay
     return SharedDevices(
         states, groups[GENERATION], level, clock.measure, deadline, exchange, resident=run.plan.start.resident

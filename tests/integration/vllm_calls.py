@@ -64,16 +64,6 @@ def _load_into_slot(vllm_worker: Any, directory: Path) -> None:
             layer.set_lora(0, lora.lora_a, lora.lora_b)
 
 
-def drafter(worker: Any) -> str:
-    return str(worker._llm.vllm_config.speculative_config.method)
-
-
-def waiting_drafts(worker: Any) -> int:
-    """Returns how many drafted tokens the next step will verify."""
-    running = worker._llm.engine_core.engine_core.scheduler.running
-    return sum(len(request.spec_token_ids) for request in running)
-
-
 def warm_up(worker: Any, batch: Any) -> Any:
     from dagrl.runtime.worker import ReplayContext, replay_context
 

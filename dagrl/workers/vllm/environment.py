@@ -41,6 +41,7 @@ OWN_ARGUMENTS = frozenset(
         "model",
         "seed",
         "skip_tokenizer_init",
+        "speculative_config",
         "tensor_parallel_size",
         "tokenizer",
     }

@@ -10,7 +10,6 @@ GPUs; 0.27, 0.29, 0.31 and 0.32 on CPUs. One test fails with 0.27: a float32 log
 - An executor's `shutdown` destroys vLLM's process groups since 0.33. In our case they end with the process.
 - The second model runner serves some architectures in 0.26, and all of them in 0.32 if Triton is available. Requests,
   outputs and weights are the same in both.
-- On CPUs, 0.32 starts no engine in a process that has loaded numba, as n-gram drafts do. On GPUs it does.
 - The CPU build has every field of `EngineArgs`, but no sleep mode, CUDA graphs or asynchronous scheduling.
 """
 
@@ -176,27 +175,6 @@ def _mend_fused_norm() -> None:
         return norm(residual, weight, eps), residual
 
     layernorm.rms_norm_batch_invariant = unfused
-
-
-def mend_draft_temperatures() -> None:
-    """Gives drafted tokens the temperature of their request on CPUs.
-
-    There, vLLM 0.32 writes it into a copy (`_expand_kernel_impl` in vllm/utils/cpu_triton_utils.py), and samples with memory
-    that nothing has set.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    from vllm.v1.sample import rejection_sampler
-
-    def expand(
-        x: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-    ) -> torch.Tensor:
-        counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
-        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
-
-    rejection_sampler.expand_batch_to_tokens = expand
 
 
 @contextmanager

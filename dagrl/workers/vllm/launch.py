@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
@@ -245,6 +245,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "disable_log_stats": True,
+        "speculative_config": None,  # a burst makes several tokens in a step as drafts would
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # With it, ranks on H200 returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
@@ -264,9 +265,6 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     defaults |= {} if on_gpu else {"enable_chunked_prefill": False, "skip_mm_profiling": True}
     if context.layout.tp > 1:
         defaults["async_scheduling"] = False  # untested with several ranks on GPUs
-    if require_generation(config).drafter:
-        defaults["async_scheduling"] = False  # drafts need the tokens of the step before
-        features.mend_draft_temperatures()
     return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
 
 
@@ -301,8 +299,7 @@ def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
         return {}
     ours: dict[str, Any] = {}
     if not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & configured.keys():
-        drafts = cast(int, generation.drafter.get("num_speculative_tokens", 0))
-        ours["cudagraph_capture_sizes"] = capture_sizes((1 + drafts) * vllm.max_num_seqs)
+        ours["cudagraph_capture_sizes"] = capture_sizes(vllm.max_num_seqs)
     if on_gpu:
         ours["inductor_compile_config"] = {"combo_kernels": True, "benchmark_combo_kernel": False}
     return {"compilation_config": {**ours, **configured}}

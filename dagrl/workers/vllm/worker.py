@@ -181,12 +181,11 @@ class VllmWorker:
     def _burst_steps(self) -> int:
         """Returns the decode steps for each run of vLLM's scheduler.
 
-        1 if a string may end a request, which is found later, for router replay, which reads the experts of each step, and
-        with drafts, which each step has of its own.
+        1 if a string may end a request, which is found later, and for router replay, which reads the experts of each step.
         """
         asked = self.generation.vllm_cfg.num_scheduler_steps
         strings = self.generation.stop_strings or self.config.environment.agent is not None  # whose requests have some too
-        if strings or self.generation.drafter or self.config.policy.router_replay:
+        if strings or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 

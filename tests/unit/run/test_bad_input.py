@@ -261,8 +261,7 @@ loss_fn={force_on_policy_ratio: true, use_importance_sampling_correction: true, 
 policy.generation.colocated.enabled=true; policy.reference_weights=device ->
     policy.reference_weights is 'device' ... set policy.reference_weights to host
 policy.generation.vllm_kwargs={enforce_eager: true} -> vllm_kwargs sets enforce_eager ... vllm_cfg
-policy.generation.vllm_kwargs={speculative_config: {method: ngram}}; policy.generation.stop_strings=[x] ->
-    vllm_kwargs.speculative_config is set ... one token at a time ... remove it
+policy.generation.vllm_kwargs={speculative_config: {method: ngram}} -> vllm_kwargs sets speculative_config
 cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
     cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
 MEGATRON.cuda_graphs=true; cluster.num_gpus=0 ->
