@@ -101,7 +101,7 @@ CASES = [
     # A worker has rows of queries, another those of keys and values.
     pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp", marks=pytest.mark.slow),
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", ParallelLayout(dp=2, tp=2, ep=2), DENSE, {}, {}, id="dp2tp2ep2-experts"),
+    pytest.param("qwen3_moe", ParallelLayout(dp=2, tp=2, ep=2), ATTENTION, {}, {}, id="dp2tp2ep2-experts"),
     pytest.param("deepseek_v3", ParallelLayout(tp=2), LATENT, {}, {}, id="tp2-latent", marks=pytest.mark.slow),
 ]
 

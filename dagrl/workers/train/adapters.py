@@ -56,8 +56,7 @@ def first_factors(name: str, shape: Sequence[int], settings: PeftConfig, seed: i
 
 
 def linear_shapes(shapes: AdapterShapes) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of those parameters that may have adapters, by the usual names of linear layers. Experts have none:
-    PEFT has no adapters of their stacked weights."""
+    """Returns the shapes of those parameters that may have adapters: linear layers, by name, outside of experts."""
     return {name: shape for name, shape in shapes.items() if _is_linear(name)}
 
 
