@@ -73,10 +73,6 @@ class MegatronConfig(LayoutConfig):
     """Weight of the load-balancing loss of each layer of experts. It compares each expert's probability with its share of
     the tokens of the microbatch."""
 
-    moe_router_bias_update_rate: NonNegativeFloat = 0.0
-    """By how much each optimizer step moves the bias of each expert: up if it had fewer tokens than the mean, down if it had
-    more. For models whose router has a bias (GLM-4.5). 0: the biases stay as they are."""
-
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. Not with pipeline parallelism; each worker must have
     all experts."""

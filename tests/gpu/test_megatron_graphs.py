@@ -139,11 +139,10 @@ def test_replays_take_packed_sequences_of_any_number_and_length(models: dict[str
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_replays_count_tokens_of_experts(name: str, models: dict[str, Path]) -> None:
-    """Metrics of the load, and the biases that follow it, over batches of 8 and of 7 rows that share recordings."""
+    """Metrics of the load over batches of 8 and of 7 rows that share recordings."""
     found: dict[bool, list[Any]] = {}
     for graphs in (False, True):
         megatron = {"cuda_graphs": graphs, "moe_aux_loss_coeff": 1e-2}
-        megatron |= {"moe_router_bias_update_rate": 1e-2} if name == "glm4_moe" else {}
         config = reference.make_config(models[name], precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED)
         found[graphs] = []
         with single_worker(config, TestedWorker) as made:

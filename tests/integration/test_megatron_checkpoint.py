@@ -29,8 +29,7 @@ CASES: list[tuple[str, Setting, list[Setting]]] = [
 
 
 def config_of(model: Path, policy: dict[str, Any]) -> Any:
-    megatron = {"moe_router_bias_update_rate": 0.01} if model.name == "glm4_moe" else {}
-    return reference.make_config(model, megatron_cfg=megatron, scheduler=SCHEDULE, **policy)
+    return reference.make_config(model, scheduler=SCHEDULE, **policy)
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,6 @@ def test_steps_of_recorded_experts_match_plain_ones(
     monkeypatch.setattr(cuda_graphs, "_recorded", lambda graph, pool: graph)
     monkeypatch.setattr(experts, "row_offsets", lambda tokens, rows: tokens.cumsum(0, dtype=torch.int32))  # as on a GPU
     megatron = {"moe_aux_loss_coeff": 0.1}
-    megatron |= {"moe_router_bias_update_rate": 0.01} if model == "glm4_moe" else {}
     keys = {"router_replay": True, "megatron_cfg": megatron, "optimizer": UNCLIPPED}
     config = reference.make_config(tiny_models[model], **keys)
     recorded = config.policy.megatron_cfg.model_copy(update={"cuda_graphs": True})

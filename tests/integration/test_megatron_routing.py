@@ -153,56 +153,6 @@ def test_loss_gradients_and_metrics_match_the_papers(
     assert_close(gradients, reference._checkpoint_names(model))
 
 
-RATE = 0.01
-
-
-@pytest.mark.slow
-def test_expert_biases_move_towards_a_balanced_load(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1), on the load of a Hugging Face model.
-
-    Warm-ups and skipped steps leave the biases. The reference policy has those of its time,
-    and an export the last.
-    """
-    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)  # the other weights stay, so that loads can be compared
-    megatron = {"moe_router_bias_update_rate": RATE}
-    config = reference.make_config(tiny_models["glm4_moe"], megatron_cfg=megatron, **PACKED)
-    model = load_model(tiny_models["glm4_moe"])
-    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    before = {name: bias.clone() for name, bias in biases.items()}
-    with megatron_pool.group(ParallelLayout(dp=2, tp=2, ep=2), config) as group:
-        train(group, batch, "policy", warmup="whole")
-        train(group, batch.with_scalars(global_valid_tokens=1e-45, global_valid_sequences=1e-45), "policy")
-        first = logprobs(group, batch)["logprobs"]
-        group.call("snapshot_reference")
-        for _ in range(2):
-            train(group, batch, "policy")
-            move(biases, model, batch)
-            found = reference.assemble(group.call("weights"))
-            for name, bias in biases.items():
-                np.testing.assert_allclose(found[name], bias.numpy(), atol=1e-7, rtol=0, err_msg=name)
-        last = logprobs(group, batch)["logprobs"]
-        kept = logprobs(group, batch, "reference")["logprobs"]
-        group.call("export_hf", str(tmp_path / "export"))
-    np.testing.assert_array_equal(kept, first)
-    exported = load_model(tmp_path / "export")
-    assert all(torch.equal(bias, exported.get_buffer(name)) for name, bias in biases.items())
-    np.testing.assert_allclose(last, reference.hf_logprobs(exported, batch)[0].detach().numpy(), atol=1e-5, rtol=0)
-    moved = torch.stack([biases[name] - before[name] for name in biases])
-    assert moved.abs().max() == pytest.approx(2 * RATE) and moved.min() < 0 < moved.max()
-
-
-def move(biases: Mapping[str, Tensor], model: Any, batch: Batch) -> None:
-    """Moves the biases of a Hugging Face model by the load of the batch."""
-    routers = Routers(model, batch)
-    with torch.no_grad():
-        reference.hf_logprobs(model, batch)
-    for (_, chosen), bias in zip(sorted(routers.chosen.items()), biases.values(), strict=True):
-        load = share_of(chosen, len(bias))
-        bias += RATE * (load.mean() - load).sign()
-
-
 REPLAYS = {  # with the number of the dense layer
     "single": ("qwen3_moe_mixed", ParallelLayout(), 1),
     "tp2cp2ep2-packed-recomputed": ("qwen3_moe_mixed", ParallelLayout(tp=2, cp=2, ep=2, etp=1), 1),

@@ -110,9 +110,7 @@ class Groups:
     def config(self, model: str, generation_tp: int, start: str = "") -> Config:
         """Train workers start from the model, generation workers from other weights of the same shapes."""
         engine = {"max_num_seqs": ROWS, "kv_cache_memory_bytes": 8 << 20, "tensor_parallel_size": generation_tp}
-        rate = 0.05 if model == "glm4_moe" else 0.0
         policy = {
-            "megatron_cfg": {"moe_router_bias_update_rate": rate},
             "model_name": str(self.models / (start + model)),
             "train_micro_batch_size": 2,
             "max_total_sequence_length": WIDTH,

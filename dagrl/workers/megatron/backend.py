@@ -317,11 +317,6 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
         yield f"{key}.cuda_graphs is true, and peft.enabled: {text}"
     if megatron.moe_aux_loss_coeff and not model.experts:
         yield f"{key}.moe_aux_loss_coeff is set, but the model has no experts; set it to 0"
-    rate = f"{key}.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
-    if megatron.moe_router_bias_update_rate and not model.expert_bias:
-        yield f"{rate}, but routers of {model.model_type} models have no expert bias (as glm4_moe has); set it to 0"
-    if megatron.moe_router_bias_update_rate and has_adapters:
-        yield f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
 
 
 def _check_reference_model(directory: str, layout: ParallelLayout) -> None:

@@ -181,7 +181,7 @@ class ModelChunks:
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def expert_biases(self) -> dict[str, Tensor]:
-        """Returns the routers' biases by Megatron's name. Optimizer steps change them without gradients."""
+        """Returns the routers' biases by Megatron's name. Training leaves them as they are."""
         named = self._named(chunk.named_buffers() for chunk in self.chunks)
         return {name: bias for name, bias in named if name.endswith(EXPERT_BIAS)}
 
@@ -352,7 +352,7 @@ def _experts(architecture: Architecture, settings: MegatronConfig) -> dict[str, 
         "moe_router_enable_expert_bias": architecture.expert_bias,
         "moe_router_num_groups": architecture.expert_groups if architecture.expert_groups > 1 else None,
         "moe_router_group_topk": architecture.groups_per_token if architecture.expert_groups > 1 else None,
-        "moe_router_bias_update_rate": settings.moe_router_bias_update_rate,
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": architecture.expert_scale if architecture.expert_bias else None,
         "moe_shared_expert_intermediate_size": architecture.shared_ffn or None,
         # A softmax over the chosen experts equals the softmax over all, normalized over the chosen.

@@ -9,8 +9,8 @@ a layer adds
 
 A hook passes each layer's router the microbatch, also when activations are recomputed.
 
-Routers count on the device. One all-reduce and one read per step turn the counts into metrics (`ExpertLoad`). With
-`moe_router_bias_update_rate` they also move the expert biases. Imported only where Megatron is.
+Routers count on the device. One all-reduce and one read per step turn the counts into metrics (`ExpertLoad`). Imported
+only where Megatron is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
-    get_updated_expert_bias,
     topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -240,21 +239,6 @@ class ExpertLoad:
         finally:
             for router in layer_routers:
                 router.counts = None
-
-    def update_expert_biases(self) -> None:
-        """Moves each expert's bias by the update rate: up if it had fewer tokens than the mean, down if more.
-
-        As Megatron after a step (arXiv:2408.15664, algorithm 1), but padding does not count. A collective over the workers
-        of a pipeline stage.
-        """
-        rate = self._config.moe_router_bias_update_rate
-        layer_routers = [router for router in routers(self._chunks) if router.expert_bias is not None]
-        if not rate or not layer_routers or self._counts is None:
-            return
-        biases = torch.stack([router.expert_bias for router in layer_routers])
-        updated = get_updated_expert_bias(self._counts.by_expert.float(), biases, rate)
-        for router, bias in zip(layer_routers, updated, strict=True):
-            router.expert_bias.copy_(bias)
 
     def read(self) -> StepMetrics:
         """Returns the metrics, on one worker of each pipeline stage. All workers call it; it waits for the device."""

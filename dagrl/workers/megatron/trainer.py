@@ -155,11 +155,10 @@ class Trainer:
             clip_grads_with_norm_(part.get_parameters(), limit, norm)
 
     def update(self, rate: float) -> None:
-        """Updates the weights, and what has no gradients: the expert biases."""
+        """Updates the weights. Expert biases, which have no gradients, stay."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
         self.optimizer.step_with_ready_grads()
-        self.load.update_expert_biases()
 
     def reset_optimizer(self) -> None:
         """Zeros the moments and copies master weights from the model."""

@@ -108,7 +108,6 @@ WORDS = {
     "MIXTURE": MIXTURE,
     "FSDP_CFG": "policy.fsdp_cfg",
     "FSDP": "policy.backend=fsdp",
-    "BIASED": MIXTURE.replace("Qwen3Moe", "Glm4Moe").replace("qwen3_moe", "glm4_moe").replace("num_exp", "n_routed_exp", 1),
     "USER": '{"role": "user", "content": "1"}',
 }
 
@@ -309,10 +308,6 @@ data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers
 data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
     HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
 MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
-MEGATRON.moe_router_bias_update_rate=0.001; MIXTURE ->
-    moe_router_bias_update_rate is 0.001 ... qwen3_moe models have no expert bias ... set it to 0
-MEGATRON.moe_router_bias_update_rate=0.001; LORA.enabled=true; BIASED ->
-    moe_router_bias_update_rate is 0.001 ... LoRA leaves the base model ... set the rate to 0
 policy.router_replay=true; algorithm=sft; MIXTURE ->
     policy.router_replay is true, but algorithm 'sft' generates nothing
 GRAPHS; MEGATRON.pipeline_model_parallel_size=2 -> MEGATRON.cuda_graphs is true ... pipeline_model_parallel_size is 2
