@@ -144,10 +144,7 @@ class PeftConfig(Section):
     """Rank of the adapters."""
 
     alpha: PositiveFloat = 32.0
-    """Numerator of the scale."""
-
-    use_rslora: bool = False
-    """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
+    """Numerator of the scale, `alpha / dim`."""
 
     adapter_path: PathText | None = None
     """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""

@@ -83,7 +83,7 @@ def test_engines_generate_with_the_adapters_that_train(
 ) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
-    peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, use_rslora: true, target_modules: [q_proj, up_proj]}}"
+    peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, target_modules: [q_proj, up_proj]}}"
     keys = "sft.lr=0.02", "policy.optimizer.lr=0.005"
     words = (*SMALL, *model, f"policy.peft={peft}", *keys, f"output_dir={tmp_path}", "name=lora")
     train(load_config(ROOT / GRPO, words))

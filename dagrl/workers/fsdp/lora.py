@@ -156,8 +156,8 @@ def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     check_adapters(settings, linear_shapes(model))
-    lora: dict[str, Any] = {"r": settings.dim, "lora_alpha": settings.alpha, "use_rslora": settings.use_rslora}
-    inject_adapter_in_model(LoraConfig(target_modules=_chosen_layers(model, settings), **lora), model, NAME)
+    lora = LoraConfig(r=settings.dim, lora_alpha=settings.alpha, target_modules=_chosen_layers(model, settings))  # type: ignore[arg-type]
+    inject_adapter_in_model(lora, model, NAME)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()

@@ -1,10 +1,10 @@
 """LoRA on Megatron's linear layers in any layout: only adapters have gradients and optimizer state.
 
-An adapted weight is computed before its layer runs: `W + scale * B @ A` (Hu et al. 2021, arXiv:2106.09685; with `use_rslora`
-the scale is alpha / sqrt(dim), arXiv:2312.03732). The weight layout says which box of which Hugging Face parameter is where
-in a local tensor, so one rule covers column, row, QKV and gate-up layers. Adapters are those of Hugging Face's
-parameters, as in PEFT. Each rank holds the whole adapter of the parameters that it has a part of, and gradients are summed
-over the tensor-parallel ranks. A merged refit sends the weights that training computes with, bit by bit.
+An adapted weight is computed before its layer runs: `W + alpha / dim * B @ A` (Hu et al. 2021, arXiv:2106.09685). The weight
+layout says which box of which Hugging Face parameter is where in a local tensor, so one rule covers column, row, QKV and
+gate-up layers. Adapters are those of Hugging Face's parameters, as in PEFT. Each rank holds the whole adapter of the
+parameters that it has a part of, and gradients are summed over the tensor-parallel ranks. A merged refit sends the weights
+that training computes with, bit by bit.
 
 The gradient of the whole weight would be a product as large as the forward pass, for nothing: with the layer's input x and
 the gradient g of its output, those of the adapters are `scale * g^T (x A^T)` and `scale * (g B)^T x` (`leave_weight_out`).
@@ -13,7 +13,6 @@ Imported only where Megatron is.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,7 +233,7 @@ def add_adapters(
         chunk.requires_grad_(False)
         if chunk.pre_process:  # a recomputed layer without an input that needs gradients would have none
             chunk.embedding.register_forward_hook(_need_gradients)
-    scale = settings.alpha / (math.sqrt(settings.dim) if settings.use_rslora else settings.dim)
+    scale = settings.alpha / settings.dim
     layers: dict[torch.nn.Module, list[AdaptedWeight]] = {}
     pieces_of = [_by_tensor(others) for others in siblings]
     for tensor, pieces in _by_tensor(slices).items():

@@ -102,7 +102,6 @@ def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: M
         "r": settings.dim,
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,
-        "use_rslora": settings.use_rslora,
         "target_modules": list(settings.target_modules) or sorted({_module(name).rpartition(".")[2] for name in adapters}),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -160,17 +159,17 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
         raise CheckpointError(
             f"cannot read {directory / CONFIG}: {error}; {KEY}.adapter_path must be a directory that PEFT or dagrl wrote"
         ) from error
-    keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
+    keys = {"r": "dim", "lora_alpha": "alpha"}
     expected = {name: getattr(settings, key) for name, key in keys.items()}
     for name, value in expected.items():
-        if saved.get(name, False) != value:
+        if saved.get(name) != value:
             raise CheckpointError(
                 f"{directory / CONFIG} has {name} {saved.get(name)}, but {KEY}.{keys[name]} is {value}; set "
                 f"{KEY}.{keys[name]}={saved.get(name)}"
             )
-    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"):
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "use_rslora"):
         if saved.get(name):
-            raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA or rsLoRA")
+            raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA")
 
 
 def _check_shapes(directory: Path, settings: PeftConfig, linear: AdapterShapes) -> None:

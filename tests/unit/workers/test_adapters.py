@@ -41,7 +41,7 @@ PAIR = {"model.layers.0.self_attn.q_proj.lora_A": (4, 8), "model.layers.0.self_a
         ({**PAIR, "model.layers.1.self_attn.q_proj.lora_A": (4, 8)}, {}, r"shape \(4, 8\), expected none"),
         (dict(list(PAIR.items())[:1]), {}, r"lora_B.weight' has shape none, expected \(16, 4\)"),
         (PAIR, {"r": 16}, r"has r 16, but .*peft.dim is 4; set .*peft.dim=16"),
-        (PAIR, {"use_rslora": True}, r"use_rslora True, but .*use_rslora is False"),
+        (PAIR, {"use_rslora": True}, "use_rslora, which dagrl does not train"),
         (PAIR, {"use_dora": True}, "use_dora, which dagrl does not train"),
         (PAIR, {"rank_pattern": {"q_proj": 2}}, "rank_pattern, which dagrl does not train"),
     ],
