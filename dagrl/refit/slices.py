@@ -126,13 +126,22 @@ def volume(box: Box) -> int:
     return elements
 
 
+def full_shapes(slices: Iterable[WeightSlice]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the slices' parameters, if the slices reach their ends."""
+    return _reached((part.name, part.box) for part in slices)
+
+
 def tensor_shapes(slices: Iterable[WeightSlice]) -> TensorShapes:
     """Returns the shapes of the slices' local tensors. Rows after the last slice are not counted."""
+    return _reached((part.tensor, part.local) for part in slices)
+
+
+def _reached(boxes: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in slices:
-        reached = tuple(stop for _, stop in part.local)
-        shape = shapes.get(part.tensor, reached)
-        shapes[part.tensor] = reached if shape == reached else tuple(map(max, shape, reached))
+    for name, box in boxes:
+        reached = tuple(stop for _, stop in box)
+        shape = shapes.get(name, reached)
+        shapes[name] = reached if shape == reached else tuple(map(max, shape, reached))
     return shapes
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dagrl.refit.slices import WeightSlice, expand
+from dagrl.refit.slices import WeightSlice, expand, full_shapes
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.workers.fsdp.lora import Adapters, plain_view
 
@@ -68,11 +68,7 @@ def sent_slices(net: nn.Module, precision: str) -> list[WeightSlice]:
 
 def whole_shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a checkpoint's parameters, from a model that one rank holds whole."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in expand(sent_slices(net, _dtype_of(net))):
-        ends = tuple(stop for _, stop in piece.box)
-        shapes[piece.name] = tuple(map(max, shapes.get(piece.name, ends), ends))
-    return shapes
+    return full_shapes(expand(sent_slices(net, _dtype_of(net))))
 
 
 def _dtype_of(net: nn.Module) -> str:

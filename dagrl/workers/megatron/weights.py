@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from dagrl.config import Json
 from dagrl.errors import LayoutError
-from dagrl.refit.slices import STACKED, WeightSlice, numbered
+from dagrl.refit.slices import STACKED, WeightSlice, full_shapes, numbered
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.hf_config import SCORE, ModelConfig
@@ -41,11 +41,7 @@ def parameter_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]
 
 def stacked_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
     """Returns every parameter of the model with its full shape; a layer's experts as a stack `[experts, ...]`."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in megatron_weight_slices(hf_config, ParallelLayout(), 0):
-        ends = tuple(stop for _, stop in piece.box)
-        shapes[piece.name] = tuple(map(max, shapes.get(piece.name, ends), ends))
-    return shapes
+    return full_shapes(megatron_weight_slices(hf_config, ParallelLayout(), 0))
 
 
 def _stage(family: Family, model: ModelConfig, rank: MegatronRank, stage: int) -> Iterator[WeightSlice]:

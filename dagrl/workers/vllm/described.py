@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError
-from dagrl.refit.slices import WeightSlice, expand
+from dagrl.refit.slices import WeightSlice, expand, full_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -152,10 +152,7 @@ def main(directory: str) -> None:
     (root / "config.json").write_text(json.dumps(hf_config))
     import_vllm(hf_config)
     do_without_kernels()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for weight in expand(slices_of(module, dtype=str(dtype).removeprefix("torch."))):
-        ends = tuple(stop for _, stop in weight.box)
-        shapes[weight.name] = tuple(map(max, shapes.get(weight.name, ends), ends))
+    shapes = full_shapes(expand(slices_of(module, dtype=str(dtype).removeprefix("torch."))))
     checkpoint = [(name, shape, dtype) for name, shape in shapes.items()]
     ranks = []
     for rank in range(request["tp"]):
