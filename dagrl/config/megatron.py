@@ -66,9 +66,6 @@ class MegatronConfig(LayoutConfig):
     activation_checkpointing: bool = derived(False, "true if a sequence does not fit the GPU without, else false")
     """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
 
-    recompute_granularity: Literal["full", "selective"] = "full"
-    """What `activation_checkpointing` recomputes: whole layers, or the attention core alone."""
-
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of each layer of experts. It compares each expert's probability with its share of
     the tokens of the microbatch."""

@@ -35,7 +35,7 @@ def role_config(config: Config, role: str) -> Config:
 
 def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) -> PolicyConfig:
     """Returns the section `policy` with the model, layout and batches of `section`; open keys keep the policy's values."""
-    kernels = {name: getattr(policy.megatron_cfg, name) for name in ("transformer_engine", "recompute_granularity")}
+    kernels = {"transformer_engine": policy.megatron_cfg.transformer_engine}
     update: dict[str, object] = {
         "worker": section.worker,
         "backend": section.backend,

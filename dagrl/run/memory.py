@@ -224,7 +224,7 @@ def train_memory(
         parts["gathered weights"] = width * (every if _shards(policy) == 1 else ends + 2 * (every - ends) / model.layers)
     recomputes = policy.fsdp_cfg.activation_checkpointing if fsdp else policy.megatron_cfg.activation_checkpointing
     saved = saved_bytes(policy, model) * own
-    if (fsdp and recomputes != "none") or (recomputes is True and policy.megatron_cfg.recompute_granularity == "full"):
+    if recomputes not in (False, "none"):
         split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
         kept = width * own * (model.hidden / split + (0.0 if recomputes in ("full", True) else model.queries / layout.tp))
         saved = saved / model.layers + kept * (2 if recomputes == "offloaded" else model.layers)  # on their way

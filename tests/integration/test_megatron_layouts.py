@@ -48,11 +48,11 @@ def case(
     sequence_parallel: bool = False,
     packed: bool = False,
     overlap: bool = False,
-    recompute: dict[str, Any] | None = None,
+    recomputed: bool = False,
     **sizes: int,
 ) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
-    megatron |= {"activation_checkpointing": True, **recompute} if recompute is not None else {}
+    megatron |= {"activation_checkpointing": True} if recomputed else {}
     megatron |= {"distributed_data_parallel_config": {"overlap_grad_reduce": True}} if overlap else {}
     policy = PACKED if packed else {}
     return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, sharded, policy)
@@ -64,9 +64,9 @@ CASES = [
     case("qwen3", "tp4", tp=4),  # two key-value heads: a worker holds part of a query group
     case("qwen3", "tp2cp2-sp-packed", sequence_parallel=True, packed=True, tp=2, cp=2),
     case("qwen3", "pp2vpp2", pp=2, vpp=2),
-    case("qwen3", "pp2-uneven-recomputed", pp=2, first_stage_layers=1, recompute={}),
+    case("qwen3", "pp2-uneven-recomputed", pp=2, first_stage_layers=1, recomputed=True),
     case("qwen3", "pp2cp2-packed", packed=True, pp=2, cp=2),
-    case("qwen3", "tp2pp2-sharded-sp-recomputed", sharded=True, sequence_parallel=True, recompute={}, tp=2, pp=2),
+    case("qwen3", "tp2pp2-sharded-sp-recomputed", sharded=True, sequence_parallel=True, recomputed=True, tp=2, pp=2),
     case("qwen3", "dp2cp2-sharded-packed", sharded=True, packed=True, dp=2, cp=2),
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
     case("qwen3_tied", "dp2pp2vpp2-sharded-overlapped", sharded=True, overlap=True, dp=2, pp=2, vpp=2),
@@ -79,20 +79,20 @@ CASES = [
     case("small_vocabulary", "tp2", tp=2),
     case("qwen3_moe", "dp2ep2-overlapped", overlap=True, dp=2, ep=2),
     case("qwen3_moe", "cp2ep2", cp=2, ep=2),
-    case("qwen3_moe", "tp2cp2ep2-packed", packed=True, recompute={"recompute_granularity": "selective"}, tp=2, cp=2, ep=2),
+    case("qwen3_moe", "tp2cp2ep2-packed", packed=True, recomputed=True, tp=2, cp=2, ep=2),
     case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
     case("qwen3_moe", "dp2ep2-sharded", sharded=True, dp=2, ep=2),
     case("mixtral", "single", packed=True),
     case("mixtral", "dp2tp2ep2", dp=2, tp=2, ep=2),
-    case("deepseek_v3", "tp2pp2-packed", packed=True, recompute={"recompute_granularity": "selective"}, tp=2, pp=2),
-    case("deepseek_v3", "dp2cp2-recomputed", recompute={}, dp=2, cp=2),
+    case("deepseek_v3", "tp2pp2-packed", packed=True, recomputed=True, tp=2, pp=2),
+    case("deepseek_v3", "dp2cp2-recomputed", recomputed=True, dp=2, cp=2),
     case("deepseek_v3", "single"),
     case("deepseek_v3_plain", "dp2tp2ep2", dp=2, tp=2, ep=2),
     case("dynamic", "single"),
     case("longrope", "single"),
     case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
     case("glm4_moe", "dp2tp2ep2", dp=2, tp=2, ep=2),
-    case("glm4_moe_groups", "pp2cp2-packed", packed=True, recompute={}, pp=2, cp=2),
+    case("glm4_moe_groups", "pp2cp2-packed", packed=True, recomputed=True, pp=2, cp=2),
 ]
 SLOW = {
     *(f"qwen3-{name}" for name in ("dp2-sharded-overlapped", "pp2cp2-packed", "tp2pp2-sharded-sp-recomputed")),
@@ -211,12 +211,12 @@ def test_bfloat16_is_close_to_float32(item: Case, megatron_pool: MegatronPool, t
     assert not reference.beyond_bfloat16(found, plain_torch(tiny_models[item.model]))
 
 
-@pytest.mark.parametrize(("recompute", "twice"), [({}, 4), (None, 0)], ids=["all", "none"])
+@pytest.mark.parametrize(("recomputed", "twice"), [(True, 4), (False, 0)], ids=["all", "none"])
 def test_activations_are_recomputed_where_asked(
-    recompute: dict[str, Any] | None, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+    recomputed: bool, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     """Each layer runs once per microbatch, and again in the backward pass. Cases above check the gradients."""
-    item = case("qwen3", "recomputed", recompute=recompute)
+    item = case("qwen3", "recomputed", recomputed=recomputed)
     with megatron_pool.group(item.layout, configuration(item, tiny_models["qwen3"])) as group:
         (runs,) = group.call("attention_runs", reference.make_batch())
     once = reference.ROWS // 2  # microbatches

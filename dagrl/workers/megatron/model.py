@@ -240,12 +240,13 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         return weight
 
     dtype = getattr(torch, policy.precision)
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
     config = kind(
         **_sizes(architecture),
         **_latent(architecture),
         **_parallelism(architecture, policy, layout),
-        **_recomputation(policy.megatron_cfg),
+        **(recomputed if policy.megatron_cfg.activation_checkpointing else {}),
         **(_experts(architecture, policy.megatron_cfg) if architecture.experts else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -326,15 +327,6 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": layout.vpp > 1,
     }
-
-
-def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
-    """Returns which activations are recomputed. `dagrl.workers.train.logprobs` decides about logits."""
-    if not settings.activation_checkpointing:
-        return {}
-    if settings.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective"}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _experts(architecture: Architecture, settings: MegatronConfig) -> dict[str, Any]:
