@@ -16,18 +16,17 @@ from tests.integration.vllm_models import chosen, make_checkpoint, make_config, 
 from tests.integration.vllm_ranks import Engine, Ranks, requests
 
 DIM, ALPHA = 4, 6.0
-ATTENTION = ("q_proj", "v_proj", "o_proj")  # of fused layers some parts only
-DENSE = (*ATTENTION, "up_proj", "down_proj")
+TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # of fused layers some parts only
 
 
-def with_peft(base: Path, root: Path, seed: int, targets: tuple[str, ...]) -> Path:
+def with_peft(base: Path, root: Path, seed: int) -> Path:
     """Writes random adapters with peft, and next to them, in `refit`, what a refit sends. Returns the directory."""
     import peft
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    settings = peft.LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=list(targets), task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -65,23 +64,17 @@ class Started:
         self.engine.on_all(vllm_calls.write_weights, self.adapters[number] / "refit", version)
 
 
-CASES = [
-    pytest.param(("qwen3_moe", 1, ATTENTION), id="experts", marks=pytest.mark.slow),
-    pytest.param(("qwen3", 2, DENSE), id="tp2"),
-]
-
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda tp: f"tp{tp}")
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
     pytest.importorskip("peft")
-    root, (model, tp, targets) = tmp_path_factory.mktemp("lora"), request.param
-    base = make_checkpoint(root / "base", model)
-    adapters = [with_peft(base, root, seed, targets) for seed in range(3)]
-    peft = {"enabled": True, "refit": "adapters", "dim": DIM, "alpha": ALPHA, "target_modules": targets}
+    root = tmp_path_factory.mktemp("lora")
+    base = make_checkpoint(root / "base")
+    adapters = [with_peft(base, root, seed) for seed in range(3)]
+    peft = {"enabled": True, "refit": "adapters", "dim": DIM, "alpha": ALPHA, "target_modules": TARGETS}
     config = make_config(base, {"vllm_cfg": {"max_num_seqs": 2, "kv_cache_memory_bytes": 16 << 20}}, length=320, peft=peft)
-    with vllm_ranks.engine(config, tp) as engine:
+    with vllm_ranks.engine(config, request.param) as engine:
         yield Started(engine, config, base, adapters)
 
 
