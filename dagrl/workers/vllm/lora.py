@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dagrl.config import Config, Json, PeftConfig
 from dagrl.config.settings import SLOT_RANKS, sends_adapters
 from dagrl.errors import ConfigError
+from dagrl.machine import gpu_count
 from dagrl.refit.slices import STACKED
 from dagrl.workers.families import known_family
 from dagrl.workers.megatron.weights import stacked_shapes
@@ -84,7 +85,7 @@ def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
     on_cpu = not gpu_count() and config.cluster.address is None
     if on_cpu and known_family(hf_config) is not None and any(STACKED in name for name in stacked_shapes(hf_config)):
         raise ConfigError(
-            f"{KEY}.refit is adapters, but vLLM's kernels for experts on CPUs run in no model with LoRA; set {KEY}.refit=merged"
+            f"{KEY}.refit is adapters, but vLLM's kernels for experts on CPUs run in no model with LoRA; set it to merged"
         )
 
 

@@ -295,7 +295,7 @@ LORA={enabled: true, refit: adapters}; policy.generation.vllm_cfg.precision=fp8 
 LORA={enabled: true, target_modules: [layers.0.mlp.experts.1.up_proj]}; MIXTURE ->
     has 'layers.0.mlp.experts.1.up_proj', which no linear layer outside of experts is called
 LORA={enabled: true, refit: adapters}; MIXTURE ->
-    vLLM's kernels for experts on CPUs run in no model with LoRA ... set LORA.refit=merged
+    vLLM's kernels for experts on CPUs run in no model with LoRA; set it to merged
 seed=-1 -> seed (command line): found -1; expected: greater
 policy.tokenizer.chat_template=templates/chat.jinja ->
     chat_template (command line): found 'templates/chat.jinja'; expected: Jinja text ... not the name of its file
