@@ -291,7 +291,6 @@ def _unknown(config: Config, phase: str, policy: PolicyConfig, model: Decoder) -
             "an engine without CUDA graphs: not measured": generation.vllm_cfg.enforce_eager,
             "an engine in FP8: not measured": generation.vllm_cfg.precision == "fp8",
             "top_p and top_k: not measured": generation.top_p < 1 or generation.top_k not in (None, 0, -1),
-            "drafts: how many are accepted is not known": generation.drafter,
         }
     elif phase != "refit":
         reasons |= {
