@@ -21,25 +21,25 @@ class SentWeights:
 
     def __init__(self, net: nn.Module, precision: str, device: torch.device, adapters: Adapters | None) -> None:
         self.slices = sent_slices(net, precision)
-        self._shards = tensors_of(plain_view(net), dtype=_dtype_of(net))
+        shards = tensors_of(plain_view(net), dtype=_dtype_of(net))
         self._adapters = {} if adapters is None else adapters.held
         kinds = {one.tensor: getattr(torch, one.dtype or precision) for one in self.slices}
         self._copies = {
             name: torch.empty_like(shard, dtype=kinds[name], device=device, memory_format=torch.contiguous_format)
-            for name, shard in self._shards.items()
+            for name, shard in shards.items()
             if shard.dtype != kinds[name] or shard.device != device or name in self._adapters
         }
-        self.tensors: Mapping[str, Tensor] = {**self._shards, **self._copies} if self._copies else self._shards
+        self.tensors: Mapping[str, Tensor] = {**shards, **self._copies} if self._copies else shards
+        plain = [name for name in self._copies if name not in self._adapters]
+        self._plain = [self._copies[name] for name in plain], [shards[name] for name in plain]  # shards keep their memory
 
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current weights where `tensors` has copies."""
         for name, adapter in self._adapters.items():
             self._copies[name].copy_(adapter.merged(), non_blocking=True)
-        plain = [name for name in self._copies if name not in self._adapters]
-        if plain:
-            copies, shards = ([tensors[name] for name in plain] for tensors in (self._copies, self._shards))
-            torch._foreach_copy_(copies, shards, non_blocking=True)
+        if self._plain[0]:
+            torch._foreach_copy_(*self._plain, non_blocking=True)
 
 
 class SentAdapters:
