@@ -1,85 +1,43 @@
 """Chooses the generation shard of each request, and the length of a quantum. The driver decides both between quanta.
 
-Requests wait on the driver and are bound late: a shard receives new ones when it has free slots. Requests that are likely to
-be long are sent first, to the shard whose unfinished requests have the fewest expected tokens in total, including tokens
-already made, so that shards finish together. This is list scheduling by longest processing time (Graham 1969, "Bounds on
-Multiprocessing Timing Anomalies", at worst 4/3 of the optimum). Expected lengths come from past completions of the prompt.
+Requests wait on the driver and are bound late: a shard receives new ones when it has free slots, and the shard with the most
+free slots first, so that shards finish together.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dagrl.rl.generation import FIRST_QUANTUM
 
 
 @dataclass
-class LengthHistory:
-    """Mean completion length by prompt. Unseen prompts have the mean of all prompts; before any completion, `default`."""
-
-    default: float
-    _sums: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
-    _total: tuple[float, int] = (0.0, 0)
-
-    def record(self, key: Hashable, length: int) -> None:
-        """Records a completion of prompt `key` with `length` tokens."""
-        total, count = self._sums.get(key, (0.0, 0))
-        self._sums[key] = (total + length, count + 1)
-        self._total = (self._total[0] + length, self._total[1] + 1)
-
-    def expected(self, key: Hashable) -> float:
-        """Returns the expected length of the next completion of prompt `key`."""
-        total, count = self._sums.get(key, self._total)
-        return total / count if count else self.default
-
-
-@dataclass(frozen=True)
-class PendingRequest:
-    """A request that no shard has yet: its id, its `cohort` (lower cohorts are sent first), and its expected tokens."""
-
-    request_id: int
-    cohort: int
-    expected: float
-
-
-@dataclass
 class ShardLoad:
-    """The expected tokens of each unfinished request of a shard, and how many requests it may hold."""
+    """The unfinished requests of a shard, and how many it may hold."""
 
     slots: int
-    requests: dict[int, float] = field(default_factory=dict)
+    requests: set[int] = field(default_factory=set)
 
     @property
     def free(self) -> int:
         """Requests that the shard can take."""
         return self.slots - len(self.requests)
 
-    @property
-    def work(self) -> float:
-        """Expected tokens of all its requests, including tokens already made."""
-        return sum(self.requests.values())
 
-
-def dispatch(waiting: Sequence[PendingRequest], shards: Sequence[ShardLoad]) -> list[list[PendingRequest]]:
+def dispatch(waiting: Mapping[int, int], shards: Sequence[ShardLoad]) -> list[list[int]]:
     """Returns the requests to send to each shard now, and adds them to its load. The rest keeps waiting.
 
-    Example: expected lengths 9, 5, 4 over two free shards of two slots give [9] and [5, 4].
+    `waiting` has the cohort of each request; lower cohorts are sent first.
     """
-    order = sorted(waiting, key=lambda item: (item.cohort, -item.expected))
-    sent: list[list[PendingRequest]] = [[] for _ in shards]
-    free = [(shard.work, index) for index, shard in enumerate(shards) if shard.free > 0]
-    heapq.heapify(free)
-    for item in order:
-        if not free:
+    sent: list[list[int]] = [[] for _ in shards]
+    for request in sorted(waiting, key=waiting.__getitem__):
+        index = max(range(len(shards)), key=lambda index: shards[index].free)
+        if shards[index].free <= 0:
             break
-        load, index = heapq.heappop(free)
-        shards[index].requests[item.request_id] = item.expected
-        sent[index].append(item)
-        if shards[index].free > 0:
-            heapq.heappush(free, (load + item.expected, index))
+        shards[index].requests.add(request)
+        sent[index].append(request)
     return sent
 
 

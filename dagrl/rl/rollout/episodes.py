@@ -163,7 +163,7 @@ class Sample:
 
 @dataclass
 class RolloutGroup:
-    """The sequences of one prompt. `number` identifies the group; `key` identifies the prompt in the length history."""
+    """The sequences of one prompt. `number` identifies the group; `key` is the number of its prompt."""
 
     number: int
     key: int

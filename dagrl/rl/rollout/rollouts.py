@@ -25,7 +25,7 @@ from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import WorkerError
 from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, options_text
-from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
+from dagrl.rl.rollout.dispatch import QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
 from dagrl.rl.rollout.episodes import RolloutGroup, Turn, stop_prefix, token_rows, turn_seed
 from dagrl.rl.rollout.turns import Turns
@@ -61,10 +61,9 @@ class Rollouts:
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
         self.quantum_size = QuantumSize(generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards)
-        self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, Turn] = {}  # waiting or in an engine
-        self._waiting: dict[int, PendingRequest] = {}
+        self._waiting: dict[int, int] = {}  # the cohort of each
         self._quanta: deque[tuple[tuple[int, ...], Quantum]] = deque()  # with the engine steps requested from each shard
         self._next_request = 0
 
@@ -183,13 +182,12 @@ class Rollouts:
                 episode.take_back(stop_prefix(episode.tokens[episode.turn_start :].tolist(), stops, decode))
             request, self._next_request = self._next_request, self._next_request + 1
             self._requests[request] = (group, episode)
-            expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
-            self._waiting[request] = PendingRequest(request, group.cohort, expected)
+            self._waiting[request] = group.cohort
 
     def _submit(self) -> None:
         """Submits a quantum with the requests that shards have room for."""
-        sent = dispatch(list(self._waiting.values()), self._shards)
-        chosen = [item.request_id for shard in sent for item in shard]
+        sent = dispatch(self._waiting, self._shards)
+        chosen = [request for shard in sent for request in shard]
         for request in chosen:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
@@ -222,7 +220,6 @@ class Rollouts:
             self._forget(result.request_id)
             episode.append(result)
             episode.turns += 1
-            self.history.record(group.key, len(episode.tokens) - episode.turn_start)
             ended.append(((group, episode), result))
         self._turns.finish(ended)
 
@@ -267,7 +264,7 @@ class Rollouts:
         del self._requests[request]
         self._waiting.pop(request, None)
         for shard in self._shards:
-            shard.requests.pop(request, None)
+            shard.requests.discard(request)
 
     def _take_complete(self) -> list[RolloutGroup]:
         complete = [group for group in self._groups.values() if group.complete]

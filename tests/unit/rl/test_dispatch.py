@@ -1,4 +1,4 @@
-"""Dispatch compared with first in, first out, and the size of quanta against its bounds."""
+"""Dispatch of requests to shards, and the size of quanta against its bounds."""
 
 from __future__ import annotations
 
@@ -6,80 +6,29 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dagrl.rl.rollout.dispatch import FIRST_QUANTUM, LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
-
-
-def simulate(lengths: list[int], expected: list[float], shards: int, slots: int) -> list[int]:
-    """Returns the engine steps of each shard if every running request makes one token per step."""
-    loads = [ShardLoad(slots) for _ in range(shards)]
-    waiting = {number: PendingRequest(number, 0, value) for number, value in enumerate(expected)}
-    left = dict(enumerate(lengths))
-    done, step = [0] * shards, 0
-    while left:
-        for sent in dispatch(list(waiting.values()), loads):
-            for item in sent:
-                del waiting[item.request_id]
-        step += 1
-        for index, shard in enumerate(loads):
-            for request in list(shard.requests):
-                left[request] -= 1
-                if not left[request]:
-                    del left[request], shard.requests[request]
-                    done[index] = step
-    return done
-
-
-def long_tailed(seed: int, prompts: int = 64, generations: int = 4) -> tuple[list[int], list[float]]:
-    """Returns the lengths of a step's requests, and their expected lengths: the mean of 4 earlier ones of the prompt."""
-    random = np.random.default_rng(seed)
-    medians = 40 * np.exp(random.normal(size=prompts))
-    drawn = np.clip(medians[:, None] * np.exp(0.5 * random.normal(size=(prompts, 2 * generations))), 1, 1000).astype(int)
-    history = LengthHistory(default=1000)
-    for prompt, lengths in enumerate(drawn[:, generations:].tolist()):
-        for length in lengths:
-            history.record(prompt, length)
-    expected = [history.expected(prompt) for prompt in range(prompts) for _ in range(generations)]
-    return drawn[:, :generations].reshape(-1).tolist(), expected
-
-
-def test_longest_first_ends_sooner_and_more_evenly_than_fifo() -> None:
-    gains, spreads, above = [], [], []
-    for seed in range(10):
-        lengths, expected = long_tailed(seed)
-        ends = {True: simulate(lengths, expected, 4, 8), False: simulate(lengths, [1.0] * len(lengths), 4, 8)}
-        gains.append(max(ends[False]) / max(ends[True]))
-        spreads.append(np.ptp(ends[True]) / np.ptp(ends[False]))
-        above.append(max(ends[True]) / max(max(lengths), sum(lengths) / (4 * 8)))
-    assert np.mean(gains) > 1.2, gains
-    assert np.mean(spreads) < 0.8, spreads
-    assert np.mean(above) < 1.1, "against the least that any order needs"
+from dagrl.rl.rollout.dispatch import FIRST_QUANTUM, QuantumSize, ShardLoad, dispatch
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    expected=st.lists(st.floats(1, 1000), max_size=40),
+    cohorts=st.lists(st.integers(0, 3), max_size=40),
     shards=st.integers(1, 4),
     slots=st.integers(1, 8),
 )
-def test_every_slot_is_used_once(expected: list[float], shards: int, slots: int) -> None:
+def test_requests_of_lower_cohorts_go_first_and_evenly(cohorts: list[int], shards: int, slots: int) -> None:
     loads = [ShardLoad(slots) for _ in range(shards)]
-    waiting = [PendingRequest(number, 0, value) for number, value in enumerate(expected)]
-    sent = dispatch(waiting, loads)
-    ids = [item.request_id for shard in sent for item in shard]
-    assert len(ids) == len(set(ids)) == min(len(expected), shards * slots)
-    assert [set(load.requests) for load in loads] == [{item.request_id for item in shard} for shard in sent]
-    if ids:
-        kept_back = [item.expected for item in waiting if item.request_id not in ids]
-        assert max(kept_back, default=0) <= min(expected[number] for number in ids)
+    sent = dispatch(dict(enumerate(cohorts)), loads)
+    ids = [request for shard in sent for request in shard]
+    assert len(ids) == len(set(ids)) == min(len(cohorts), shards * slots)
+    assert [load.requests for load in loads] == [set(shard) for shard in sent]
+    assert max(map(len, sent)) - min(map(len, sent)) <= 1
+    order = sorted(range(len(cohorts)), key=lambda request: (cohorts[request], request))
+    assert sorted(ids) == sorted(order[: len(ids)])
 
 
-def test_expected_lengths_fall_back_to_the_mean_and_the_default() -> None:
-    history = LengthHistory(default=64)
-    assert history.expected("a") == 64
-    history.record("a", 10)
-    history.record("a", 20)
-    history.record("b", 60)
-    assert [history.expected(key) for key in ("a", "b", "c")] == [15, 60, 30]
+def test_the_shard_with_the_most_free_slots_is_filled_first() -> None:
+    loads = [ShardLoad(4, {7, 8, 9}), ShardLoad(0), ShardLoad(4, {6})]
+    assert dispatch(dict.fromkeys(range(6), 0), loads) == [[2], [], [0, 1, 3]]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rollout.agent_turns import AgentTurns
-from dagrl.rl.rollout.dispatch import LengthHistory
 from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.turns import EnvironmentTurns
@@ -281,20 +280,15 @@ def test_a_request_is_limited_to_the_rest_of_its_turn() -> None:
     assert sorted(bench.batches[0]["max_new_tokens"].tolist()) == [LIMIT - 6, LIMIT - 2]
 
 
-def test_requests_are_ordered_by_cohort_and_then_by_expected_length() -> None:
-    """Prompt 2 had a completion of 5 tokens; the mean of all completions is the limit."""
+def test_requests_are_ordered_by_cohort() -> None:
     bench = Bench(vllm_cfg=VllmConfig(max_num_seqs=3))
-    bench.rollouts.history = LengthHistory(LIMIT)
-    bench.rollouts.history.record(KEY + 2, 5)
-    bench.rollouts.history.record(KEY, 2 * LIMIT - 5)
     for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
         bench.rollouts.start(group(count, begun(count), cohort=cohort))
     bench.rollouts.look_ahead()
-    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == [1, 2, 9, 3]
+    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == [9, 2, 1, 3]
 
 
-def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
-    """The whole length of a turn counts, including tokens of an earlier process, but not earlier turns."""
+def test_turns_go_on_after_answers_until_they_are_the_most() -> None:
     environment = ManualEnvironment()
     bench, episodes = Bench(environment), [begun(4) for _ in range(6)]
     for seed, episode in enumerate(episodes):
@@ -302,12 +296,9 @@ def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
     bench.rollouts.start(group(5, *episodes))
     bench.finish()
     bench.rollouts.settle()
-    lengths = [len(episode.tokens) for episode in episodes]
-    assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
     answered = [episode for episode in episodes if not episode.finish_reason]
     cut = [episode.finish_reason for episode in episodes if episode.finish_reason]
     assert answered and cut and set(cut) == {"length"}, "the environment has nothing to say to half a turn"
-    before = [len(episode.tokens) for episode in answered]
     while environment.calls:
         environment.answer(*[Reply("000")] * len(environment.calls[0][0]))
     bench.rollouts.settle()
@@ -322,8 +313,6 @@ def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
         if episode.finish_reason == "stop"
     )
     assert len(environment.closed) == len(set(environment.closed)) == len(episodes)
-    lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]
-    assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
 
 
 def test_a_prefix_of_a_stop_string_is_generated_again_within_the_turn() -> None:
