@@ -251,28 +251,6 @@ def fitting(size: tuple[int, int], max_pixels: int | None) -> tuple[int, int]:
     return (short, long) if height <= width else (long, short)
 
 
-def open_medium(medium: Medium) -> Pillow.Image:
-    """Returns an image as the model's processor is to see it: upright, in RGB, and of its `size`. The same for all workers.
-
-    Raises DataError if its file is not what it was when it was read.
-    """
-    content = medium.data if isinstance(medium.data, bytes) else medium.data.read_bytes()
-    return resized(known(content, medium.id, medium.data), medium.size)
-
-
-def known(content: bytes, expected: int, source: object) -> Pillow.Image:
-    """Decodes the file with an `expected` id. Raises DataError if it has another."""
-    if id_of(content) != expected:
-        raise DataError(f"the image {str(source)!r:.200} has changed since the run read it; restore it")
-    return decoded(content)
-
-
-def resized(image: Pillow.Image, size: tuple[int, int]) -> Pillow.Image:
-    """Returns an image of this height and width."""
-    height, width = size
-    return image if (image.height, image.width) == size else image.resize((width, height))
-
-
 def with_fullest(batch: Batch, fullest: tuple[Tokens, Tokens] | None) -> Batch:
     """Returns a warm-up's batch, if it has the field, with a row of `MediaStore.fullest` from the second token on, where
     there is room for the whole of it, and without other media."""
@@ -372,8 +350,11 @@ class MediaStore:
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read the image {str(path.resolve())!r}: {error.strerror}; restore it") from error
-        image = known(content, medium, path)
-        return resized(image, fitting((image.height, image.width), self.limits.max_pixels))
+        if id_of(content) != medium:
+            raise DataError(f"the image {str(path)!r:.200} has changed since the run read it; restore it")
+        image = decoded(content)
+        height, width = fitting((image.height, image.width), self.limits.max_pixels)
+        return image if (image.height, image.width) == (height, width) else image.resize((width, height))
 
     def path(self, medium: int) -> Path:
         """Returns the file of a medium."""

@@ -91,17 +91,15 @@ class RunPaths:
         return {name: path for name, path in named.items() if path.exists()}
 
 
-ADVICE = "let that run end first, or choose another name or output_dir"
-
-
 @contextmanager
-def lock_run(paths: RunPaths, advice: str = ADVICE, *, existing: bool = False) -> Iterator[None]:
+def lock_run(paths: RunPaths, *, existing: bool = False) -> Iterator[None]:
     """Locks the run's directory against other runs during the block.
 
     The lock file is next to it, as a run may rename the directory. `existing`: takes the lock only if its file exists, to
-    see whether the run is under way. Raises ConfigError with the advice if another run holds it.
+    see whether the run is under way. Raises ConfigError if another run holds it.
     """
     file = paths.directory.with_name(f".{paths.directory.name}.lock")
+    advice = "let that run end first, or choose another name or output_dir"
     with locked(file, str(paths.directory), advice) if file.exists() or not existing else nullcontext():
         yield
 

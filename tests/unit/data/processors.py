@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import Gemma3Processor, Idefics3Processor, ProcessorMixin, Qwen3VLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from dagrl.data.media import without_videos
+from dagrl.data.media import Medium, decoded, without_videos
 from tests.unit.data.published import CHATML_TOKENS, Kind, tokenizer_of
 
 MARKS = "{% generation %}", "{% endgeneration %}"
@@ -97,3 +98,10 @@ def processor_of(family: Family, *, marked: bool = False) -> ProcessorMixin:
         )
     tiles = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     return Idefics3Processor(tiles, tokenizer, image_seq_len=4, chat_template=template)
+
+
+def open_medium(medium: Medium) -> Image.Image:
+    """Returns the image that was read, of its size."""
+    image = decoded(medium.data if isinstance(medium.data, bytes) else medium.data.read_bytes())
+    height, width = medium.size
+    return image if (image.height, image.width) == medium.size else image.resize((width, height))

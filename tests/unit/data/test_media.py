@@ -26,7 +26,7 @@ from dagrl.config import DataConfig, ImagesConfig
 from dagrl.data import Example
 from dagrl.data.chat import chat_of
 from dagrl.data.examples import preference_of, read_examples
-from dagrl.data.media import MediaProcessor, MediaStore, Medium, RowMedia, fitting, id_of, open_medium, with_fullest
+from dagrl.data.media import MediaProcessor, MediaStore, Medium, RowMedia, fitting, id_of, with_fullest
 from dagrl.data.tokenization import (
     Demonstration,
     Prompt,
@@ -37,7 +37,7 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
-from tests.unit.data.processors import FAMILIES, Family, processor_of
+from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
 
 SIZES = [(40, 50), (16, 16), (90, 31), (40, 50)]
 """Heights and widths. Two images are of one size, but not equal."""

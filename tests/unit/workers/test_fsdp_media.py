@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.config import Config, PolicyConfig
-from dagrl.data.media import MediaCache, MediaProcessor, open_medium
+from dagrl.data.media import MediaCache, MediaProcessor
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
@@ -27,7 +27,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule, plan_rows, prefix_groups
-from tests.unit.data.processors import FAMILIES, Family, processor_of
+from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, folder, read, truth, turns_of  # noqa: F401
 
 ORDER = ["none", "several", "one", "the same twice"]
