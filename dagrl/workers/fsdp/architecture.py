@@ -19,13 +19,20 @@ def find_config(policy: PolicyConfig, hf_config: Mapping[str, Json], *, scalar: 
         labels = {"num_labels": 1} if scalar else {}
         content = PreTrainedConfig._decode_special_floats({**hf_config, **labels})  # infinity has a form of its own
         return CONFIG_MAPPING[kind].from_dict({key: value for key, value in content.items() if key != SCALAR_HEAD})
-    if "auto_map" in hf_config and policy.model_name is not None and policy.fsdp_cfg.trust_remote_code:
+    if has_own_code(hf_config) and policy.model_name is not None and policy.fsdp_cfg.trust_remote_code:
         return AutoConfig.from_pretrained(policy.model_name, trust_remote_code=True)
-    if "auto_map" in hf_config:
+    if has_own_code(hf_config):
         raise ConfigError(
             f"model_type {kind!r} has its code in its directory; if you trust it, set policy.fsdp_cfg.trust_remote_code=true"
         )
     raise ConfigError(f"transformers does not know model_type {kind!r}; a newer version may, or use another model")
+
+
+def has_own_code(hf_config: Mapping[str, Json]) -> bool:
+    """Whether transformers does not have a model with this `config.json`, and its directory has the code."""
+    from transformers import CONFIG_MAPPING
+
+    return "auto_map" in hf_config and hf_config.get("model_type") not in list(CONFIG_MAPPING)
 
 
 def layer_configs(config: Any) -> list[Any]:

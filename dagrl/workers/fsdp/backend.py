@@ -17,7 +17,7 @@ from dagrl.config.settings import sends_adapters
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD, model_keys
-from dagrl.workers.fsdp.architecture import find_config
+from dagrl.workers.fsdp.architecture import find_config, has_own_code
 from dagrl.workers.fsdp.checks import check_model, routed_experts
 from dagrl.workers.train.adapters import write_adapters
 from dagrl.workers.train.backend import ModelSpec
@@ -58,8 +58,10 @@ class FsdpBackend:
 
     @staticmethod
     def computed(hf_config: Mapping[str, Json]) -> dict[str, Json]:
-        """Returns all settings that affect the computation, with transformers' defaults."""
-        keys = model_keys(find_config(PolicyConfig(), hf_config, scalar=SCALAR_HEAD in hf_config).to_dict())
+        """Returns all settings that affect the computation, with transformers' defaults if it has the model."""
+        keys = dict(hf_config)
+        if not has_own_code(hf_config):
+            keys = model_keys(find_config(PolicyConfig(), hf_config, scalar=SCALAR_HEAD in hf_config).to_dict())
         return {key: value for key, value in keys.items() if key not in ("bos_token_id", "eos_token_id")}
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,38 @@ def test_models_are_equal_if_transformers_completes_them_to_the_same() -> None:
     backend, short = FsdpWorker.backend_class, {key: QWEN3[key] for key in QWEN3 if key != "rms_norm_eps"}
     assert backend.computed({**short, "eos_token_id": 3}) == backend.computed({**short, "rms_norm_eps": 1e-6})
     assert backend.computed(short) != backend.computed({**short, "rms_norm_eps": 1e-5})
+
+
+OWN_CODE = {
+    "configuration_own.py": """
+from transformers import Qwen3Config
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+""",
+    "modeling_own.py": """
+from transformers import Qwen3ForCausalLM
+from .configuration_own import OwnConfig
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+""",
+}
+
+
+def test_the_code_of_a_models_directory_runs_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    tiny("qwen3").save_pretrained(tmp_path)
+    for name, text in OWN_CODE.items():
+        (tmp_path / name).write_text(text)
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    hf_config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    FsdpWorker.check(config_of({"model_name": str(tmp_path), "fsdp_cfg": {"trust_remote_code": True}}), hf_config)
+    with pytest.raises(UserError, match="if you trust it"):
+        FsdpWorker.check(config_of({"model_name": str(tmp_path)}), hf_config)
+    computed = FsdpWorker.backend_class.computed
+    assert computed(hf_config) == computed(dict(hf_config)) != computed(hf_config | {"num_hidden_layers": 3})
 
 
 class Attentions(TorchDispatchMode):
