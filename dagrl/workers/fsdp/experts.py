@@ -19,15 +19,15 @@ class _ToExperts(torch.autograd.Function):
     """Returns the row of a token for each expert that it visits, in the order of the experts: [t, h] -> [t * k, h]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor, chosen: int) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.chosen = len(order) // len(hidden)
-        return hidden[order // ctx.chosen]
+        ctx.chosen = chosen
+        return hidden[order // chosen]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return grads[0][places].view(-1, ctx.chosen, grads[0].shape[-1]).sum(1), None, None
+        return grads[0][places].view(-1, ctx.chosen, grads[0].shape[-1]).sum(1), None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -51,7 +51,7 @@ def run_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: T
     experts, order = torch.sort(top_k_index.reshape(-1))
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True).int()
-    rows = _ToExperts.apply(hidden, order, places)  # type: ignore[no-untyped-call]
+    rows = _ToExperts.apply(hidden, order, places, top_k_index.shape[-1])  # type: ignore[no-untyped-call]
     name = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _linear(self, name, rows, experts, ends)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
