@@ -17,12 +17,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import require_package
+
+if TYPE_CHECKING:
+    from dagrl.config import Config
+    from dagrl.run.fork_server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -252,11 +258,27 @@ def _train(options: argparse.Namespace) -> None:
         inputs = preflight(config)
         _print(dump_config(inputs.config, inputs.derived))
         return
-    from dagrl.run.train import run_with_restarts, train
-
     with lock_run(RunPaths.of(config), existing=True):
         pass  # no other run holds it
-    run_with_restarts(train, config)
+    with _imports_begun(config) as server:
+        from dagrl.run.train import run_with_restarts, train
+
+        run_with_restarts(train, config, server)
+
+
+@contextmanager
+def _imports_begun(config: Config) -> Iterator[Server | None]:
+    """Begins to import what workers on this machine need, unless an earlier run may have left that."""
+    if config.cluster.address is not None or config.cluster.keep_imports_s or sys.platform != "linux":
+        yield None
+        return
+    from dagrl.run.fork_server import Server
+
+    server = Server()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 def _config(options: argparse.Namespace) -> None:

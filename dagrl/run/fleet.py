@@ -33,7 +33,7 @@ from dagrl.config.roles import GENERATION, role_config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
-from dagrl.run.fork_server import ForkServer, Kind
+from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
 from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
@@ -53,8 +53,9 @@ WarmUp = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
 class Fleet:
     """See the module's docstring. A context manager."""
 
-    def __init__(self, restarts: int = 0) -> None:
+    def __init__(self, restarts: int = 0, server: Server | None = None) -> None:
         self.restarts = restarts  # that may still follow
+        self._server = server  # which imports already
         self.inputs: Inputs | None = None  # of the first attempt: data and Hub may have changed since, or be out of reach
         self.progressed = False  # the attempt has finished a step
         self._cluster = ExitStack()
@@ -74,7 +75,7 @@ class Fleet:
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
         """Begins to import what the workers will need, if they start on this machine."""
         if config.cluster.address is None and sys.platform == "linux":
-            self._forks = fork_server(config, classes)
+            self._forks = fork_server(config, classes, self._server)
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
         """Begins a call of what needs torch, which the driver does without; here if nothing is imported elsewhere.
@@ -230,7 +231,7 @@ def _side_by_side(check: Callable[[], None]) -> Iterator[tuple[Executor, Callabl
             raise
 
 
-def fork_server(config: Config, classes: Mapping[str, type]) -> ForkServer | None:
+def fork_server(config: Config, classes: Mapping[str, type], server: Server | None) -> ForkServer | None:
     """Starts to import what checks and workers will need; None if no worker class says what that is.
 
     The models are in directories by the time the workers start, as their environment says.
@@ -240,8 +241,10 @@ def fork_server(config: Config, classes: Mapping[str, type]) -> ForkServer | Non
         if hasattr(worker, "imports") and hasattr(worker, "environment"):
             own = role_config(config, role)
             local = own.with_keys({"policy.model_name": str(Path.cwd())})
-            kinds[role] = Kind(worker.imports(own), worker.environment(local))
-    return ForkServer(kinds, config.cluster.keep_imports_s) if kinds else None
+            kind = Kind(worker.imports(own), worker.environment(local))
+            if base_environment().items() <= kind.environment.items():
+                kinds[role] = kind
+    return ForkServer(kinds, config.cluster.keep_imports_s, server) if kinds else None
 
 
 def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources, **options: Any) -> WorkerGroup:

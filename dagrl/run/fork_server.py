@@ -1,7 +1,7 @@
 """Forks Ray's workers from processes that have imported what they need: once, and while the run is checked.
 
     driver      `ForkServer`                        binds a socket for each kind of worker, and starts the server
-    server      python -m dagrl.run.fork_server     imports torch, and forks a template for each kind
+    server      python -m dagrl.run.fork_server     imports what all need, and forks a template for each kind
     template                                        imports the kind's libraries, and forks a worker for each request
     Ray         worker_setup.py --fork=SOCKET       passes its arguments, environment and files, and waits for the worker
 
@@ -13,6 +13,7 @@ itself has checks that need torch called in forks, and never imports it.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -43,6 +44,12 @@ CALLS = "calls"
 CUDA_DEVICE = "nvidia-uvm"
 """Device file that is open in a process that has started CUDA."""
 
+COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
+"""What all kinds import."""
+
+MOST_KINDS = 250
+"""Files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253."""
+
 NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Makes `torch.cuda.is_available()` ask NVML, which does not start CUDA."""
 
@@ -58,26 +65,64 @@ class Kind(NamedTuple):
     environment: Mapping[str, str]
 
 
+class Server:
+    """A server, which imports `common` until `serve` gives it its kinds. It ends with this process, or as `serve` says."""
+
+    def __init__(self, common: Sequence[str] = COMMON) -> None:
+        self.pipe, theirs = socket.socketpair()
+        with theirs:
+            self.process = Popen(  # noqa: S603
+                [sys.executable, "-m", __name__, *common],
+                stdin=theirs.fileno(),
+                stdout=PIPE,
+                stderr=DEVNULL,
+                env={**os.environ, **base_environment()},
+                process_group=0,  # a terminal's signals are for the driver
+            )
+
+    def serve(self, control: socket.socket, kinds: Mapping[bytes, socket.socket], idle_s: float) -> None:
+        """Forks templates of `kinds`, with their sockets, and stays for `idle_s` after the last connection to `control`."""
+        files = [listener.fileno() for listener in (control, *kinds.values())]
+        with suppress(BrokenPipeError), self.pipe:  # it has ended: nothing is forked
+            socket.send_fds(self.pipe, [b"\0"], files)
+            self.pipe.sendall(pickle.dumps((idle_s, list(kinds))))
+
+    def kill(self) -> None:
+        """Ends the server and its templates."""
+        self.pipe.close()
+        with self.process, suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def base_environment() -> dict[str, str]:
+    """Returns the variables of the server, which those of every kind contain."""
+    return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
 class ForkServer:
-    """The server of a run on this machine: a new one, or with `idle_s` one that an earlier run has left.
+    """What forks the workers of a run on this machine: `server`, else one that an earlier run has left, or a new one.
 
     It ends `idle_s` after the last run that has used it, however that ended. Only what dagrl itself imports is left.
     """
 
-    def __init__(self, kinds: Mapping[str, Kind], idle_s: float = 0.0) -> None:
-        self._shared = dict(sorted(set.intersection(*(set(kind.environment.items()) for kind in kinds.values()))))
-        every = {**kinds, CALLS: Kind(gc.collect, self._shared)}
+    def __init__(self, kinds: Mapping[str, Kind], idle_s: float = 0.0, server: Server | None = None) -> None:
+        every = {**kinds, CALLS: Kind(_import_checks, base_environment())}
         pickled = {role: pickle.dumps((kind.load, sorted(kind.environment.items()))) for role, kind in every.items()}
         self._idle_s = idle_s if all(map(_is_ours, kinds.values())) else 0.0
         key = _key(pickled.values()) if self._idle_s else uuid.uuid4().hex
         names = {kind: f"dagrl-{key}-{sha256(kind).hexdigest()[:16]}" for kind in pickled.values()}
         self._names = {role: names[kind] for role, kind in pickled.items()}
-        self._process: Popen[bytes] | None = None
+        self._server = server
+        self._calls: list[Popen[bytes]] = []
         self._lease = socket.socket(socket.AF_UNIX)  # closed by the end of this process, too
         try:
             self._lease.connect(f"\0dagrl-{key}")
         except ConnectionRefusedError:
             self._start(f"dagrl-{key}", names)
+            return
+        if server is not None:
+            server.kill()
+            self._server = None
 
     def _start(self, control: str, names: Mapping[bytes, str]) -> None:
         with ExitStack() as stack:
@@ -86,28 +131,17 @@ class ForkServer:
                 listener.bind(f"\0{name}")  # of Linux's abstract namespace: no file that could remain
                 listener.listen()
             self._lease.connect(f"\0{control}")
-            self._process = Popen(  # noqa: S603
-                [sys.executable, "-m", __name__],
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=DEVNULL,
-                env={**os.environ, **self._shared},
-                pass_fds=[listener.fileno() for listener in listeners.values()],
-                process_group=0,  # a terminal's signals are for the driver
-            )
-            assert self._process.stdin is not None
-            templates = [(listeners[name].fileno(), kind) for kind, name in names.items()]
-            with suppress(BrokenPipeError), self._process.stdin as spec:  # it has ended: nothing is forked
-                pickle.dump((listeners[control].fileno(), self._idle_s, templates), spec)
-            self._process.stdin = None
+            self._server = self._server or Server()
+            self._server.serve(listeners[control], {kind: listeners[name] for kind, name in names.items()}, self._idle_s)
 
     def refusals(self) -> str:
         """Returns why templates that this process has started refused by now to fork workers; empty if none has."""
-        if self._process is None:
+        if self._server is None:
             return ""
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        return (self._process.stdout.read() or b"").decode().strip()
+        output = self._server.process.stdout
+        assert output is not None
+        os.set_blocking(output.fileno(), False)
+        return (output.read() or b"").decode().strip()
 
     def executable(self, role: str) -> str | None:
         """Returns the `py_executable` of the role's workers; None if it has no kind."""
@@ -123,8 +157,9 @@ class ForkServer:
         All of it is pickled. Raises what the function raises.
         """
         words = [*self._words(CALLS), str(Path(__file__).with_name("call.py"))]
-        environment = {**os.environ, **self._shared}
-        process = Popen(words, stdin=PIPE, stdout=PIPE, env=environment)  # noqa: S603
+        environment = {**os.environ, **base_environment()}
+        process = Popen(words, stdin=PIPE, stdout=PIPE, env=environment, process_group=0)  # noqa: S603
+        self._calls.append(process)
         call = pickle.dumps((sys.path, pickle.dumps((function, arguments))))
 
         def result() -> T:
@@ -143,11 +178,20 @@ class ForkServer:
         return result
 
     def end(self) -> None:
-        """Ends the server and its templates, or leaves them for `idle_s`. Workers live on."""
+        """Ends calls, the server and its templates, or leaves these for `idle_s`. Workers live on."""
+        for process in self._calls:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         self._lease.close()
-        if self._process is not None and not self._idle_s:
-            with self._process, suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._server is not None and not self._idle_s:
+            self._server.kill()
+
+
+def _import_checks() -> None:
+    import dagrl.rl.losses
+    import dagrl.rl.trial
+    import dagrl.run.model  # noqa: F401
 
 
 def _is_ours(kind: Kind) -> bool:
@@ -168,20 +212,24 @@ def _key(kinds: Iterable[bytes]) -> str:
 
 def _serve() -> None:
     """Runs the server until no run has used it for a while. Returns in a worker, at its end."""
-    file, idle_s, templates = pickle.load(sys.stdin.buffer)  # noqa: S301
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    with gc_paused():  # what all kinds import
-        import transformers.models.auto.modeling_auto  # noqa: F401
+    with gc_paused():
+        for module in sys.argv[1:]:
+            importlib.import_module(module)
+    with socket.socket(fileno=os.dup(0)) as pipe:
+        _, (control_file, *files), _, _ = socket.recv_fds(pipe, 1, MOST_KINDS)
+        words = b"".join(iter(partial(pipe.recv, 1 << 16), b""))
+    idle_s, kinds = pickle.loads(words)  # noqa: S301
     server, held = os.pipe()  # only the server has `held`: the other end is readable when it has ended
-    for mine, kind in templates:
+    for file, kind in zip(files, kinds, strict=True):
         if os.fork() == 0:
-            for other in (held, file, *(other for other, _ in templates if other != mine)):
+            for other in (held, control_file, *(other for other in files if other != file)):
                 os.close(other)
-            _run_template(socket.socket(fileno=mine), kind, server)
+            _run_template(socket.socket(fileno=file), kind, server)
             return
-    for template, _ in templates:
-        os.close(template)
-    control, runs = socket.socket(fileno=file), list[socket.socket]()
+    for file in files:
+        os.close(file)
+    control, runs = socket.socket(fileno=control_file), list[socket.socket]()
     while ready := select.select([control, *runs], [], [], None if runs else idle_s)[0]:
         for connection in ready:
             if connection is control:

@@ -12,6 +12,7 @@ from typing import Protocol
 from dagrl.config import Config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.fleet import Fleet
+from dagrl.run.fork_server import Server
 from dagrl.run.loops.grpo import train_samples
 from dagrl.run.loops.preferences import train_preferences
 from dagrl.run.loops.sft import train_sft
@@ -36,15 +37,16 @@ def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None
         LOOPS[session.plan.learns_from](session)
 
 
-def run_with_restarts(run: Run, config: Config) -> None:
+def run_with_restarts(run: Run, config: Config, server: Server | None = None) -> None:
     """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
     `max_restarts` times (`on_failure: restart`).
 
-    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises the last failure,
-    and one in which nothing was lost before the attempt's first step: it would come again.
+    `server` may import already what workers need. Ray and the workers that can go on stay alive between two calls, unless
+    Ray itself is broken. Raises the last failure, and one in which nothing was lost before the attempt's first step: it
+    would come again.
     """
     restarts = config.max_restarts if config.on_failure == "restart" else 0
-    with Fleet(restarts) as fleet:
+    with Fleet(restarts, server) as fleet:
         while True:
             try:
                 run(config, fleet=fleet)

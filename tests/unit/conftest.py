@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import NoReturn
 
 import pytest
@@ -28,6 +29,7 @@ def _no_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for call, (owner, name) in STARTS.items():
             patch.setattr(owner, name, _refuse(call))
+        patch.setattr("dagrl.cli.main._imports_begun", lambda _: nullcontext())
         yield
 
 

@@ -11,14 +11,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dagrl.machine import cpu_count
-from dagrl.run.fork_server import ForkServer, Kind
+from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
 
 PROGRAM = """
 import json, os, sys
@@ -43,13 +42,14 @@ def _start_thread() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    variables = {"KIND": "1"}
+    variables = {"KIND": "1", **base_environment()}
     server = ForkServer(
         {
             "train": Kind(_import, variables),
             "critic": Kind(_import, variables),
             "generation": Kind(_start_thread, variables),
-        }
+        },
+        server=Server(common=()),
     )
     yield server
     server.end()
@@ -62,7 +62,7 @@ def _run(server: ForkServer, role: str, directory: Path, **variables: str) -> tu
     process = subprocess.Popen(
         command,
         cwd=directory,
-        env={**os.environ, **variables},
+        env={**os.environ, **base_environment(), **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -105,7 +105,7 @@ def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
     """Its imports are dagrl's: what others import may change."""
     variables = {"KIND": uuid.uuid4().hex}
     parents = []
-    for server in [ForkServer({"train": Kind(cpu_count, variables)}, idle_s=0.5) for _ in range(2)]:
+    for server in [ForkServer({"train": Kind(cpu_count, variables)}, idle_s=0.5, server=Server(())) for _ in range(2)]:
         parents.append(_run(server, "train", tmp_path, **variables)[0]["parent"])
         server.end()
     assert len(set(parents)) == 1
@@ -113,7 +113,7 @@ def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
     while (left := Path(f"/proc/{parents[0]}").exists()) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left
-    foreign = [ForkServer({"train": Kind(_import, variables)}, idle_s=60) for _ in range(2)]
+    foreign = [ForkServer({"train": Kind(_import, variables)}, idle_s=60, server=Server(())) for _ in range(2)]
     try:
         assert len({_run(server, "train", tmp_path, **variables)[0]["parent"] for server in foreign}) == 2
     finally:
@@ -122,15 +122,16 @@ def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
 
 
 def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:
-    server = ForkServer({"train": Kind(partial(__import__, "colorsys"), {})})
+    server = ForkServer({"train": Kind(_import, {})}, server=Server(()))
     server.end()
     told, asking, errors = _run(server, "train", tmp_path)
     assert told["pid"] == asking and "not forked" in errors
 
 
 def test_a_server_ends_with_its_driver() -> None:
-    mark, place = f"MARK={uuid.uuid4().hex}", "from dagrl.run.fork_server import ForkServer, Kind"
-    program = f"import gc, os; {place}; ForkServer({{'train': Kind(gc.collect, {{}})}}); os.kill(os.getpid(), 9)"
+    mark, place = f"MARK={uuid.uuid4().hex}", "import gc, os; from dagrl.run.fork_server import ForkServer, Kind, Server"
+    start = "ForkServer({'train': Kind(gc.collect, {})}, server=Server(()))"
+    program = f"{place}; {start}; os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **dict([mark.split("=")])}, check=False)
     until = time.monotonic() + 30
     while (left := _marked(mark)) and time.monotonic() < until:
