@@ -77,9 +77,6 @@ class ImagesConfig(Section):
     max_pixels: PositiveInt | None = None
     """Most pixels of an image. Larger ones are scaled down before the model's processor sees them. null: any number."""
 
-    max_count: PositiveInt | None = None
-    """Most images of an example; one with more is not valid (`invalid`). null: any number."""
-
 
 class DataConfig(DataSourceConfig):
     """Training and validation examples: of one source (`path` or `task`), or of several (`mixture`)."""

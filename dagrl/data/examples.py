@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import numpy as np
 
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
-from dagrl.data.media import IMAGE, Medium, Part, check_count, column_images, is_image, parts_of, read_images
+from dagrl.data.media import IMAGE, Medium, Part, column_images, is_image, parts_of, read_images
 from dagrl.data.messages import content_of
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package, running
@@ -217,7 +217,6 @@ def _with_images(example: Example, columns: Mapping[str, Json], folder: Path, co
         example = replace(example, rejected=_with_images(example.rejected, columns, folder, config))
     if any(message.media for message in turns):  # which only a conversation can have
         example = replace(example, prompt="", messages=tuple(turns))
-        check_count(len(example.media), config.images, example.source)
     return example
 
 

@@ -496,12 +496,3 @@ class MediaProcessor:
             output = self.processor(text=texts, images=[images], return_text_replacement_offsets=True)
             self._written[key] = [str(one["replacement"]) for one in output["text_replacement_offsets"][0]]
         return self._written.get(key, [])
-
-
-def check_count(count: int, limits: ImagesConfig, source: str) -> None:
-    """Raises DataError for a conversation with more images than `data.images.max_count`."""
-    if limits.max_count is not None and count > limits.max_count:
-        raise DataError(
-            f"{source} has {count} images; data.images.max_count is {limits.max_count}. Raise it, remove images, or set "
-            "data.invalid=drop"
-        )

@@ -17,7 +17,6 @@ from dagrl.data.media import (
     MediaProcessor,
     MediaStore,
     Medium,
-    check_count,
     ids_in,
     is_image,
     parts_of,
@@ -119,16 +118,14 @@ class RolloutMedia:
         self.store.add([medium])
         return medium
 
-    def media_of(self, messages: Sequence[Message], before: int = 0) -> list[Medium]:
-        """Returns the media of messages. Raises DataError if with those `before` they exceed `data.images.max_count`."""
+    def media_of(self, messages: Sequence[Message]) -> list[Medium]:
+        """Returns the media of messages."""
         parts = [part for message in messages if shows_images(message) for part in message["content"]]
-        names = [part[MEDIUM] for part in parts if is_image(part)]
-        check_count(before + len(names), self.store.limits, "the conversation")
-        return [self.store.medium(int(name, 16)) for name in names]
+        return [self.store.medium(int(part[MEDIUM], 16)) for part in parts if is_image(part)]
 
-    def images(self, messages: Sequence[Message], before: int = 0) -> Images:
+    def images(self, messages: Sequence[Message]) -> Images:
         """Returns the processor and the `media_of` messages."""
-        return self.processor, self.media_of(messages, before)
+        return self.processor, self.media_of(messages)
 
     def ids(self, text: str, media: Sequence[int], encoder: TextEncoder) -> list[int]:
         """Returns the tokens of a conversation with these images."""

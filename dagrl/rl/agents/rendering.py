@@ -75,9 +75,7 @@ class Renderer:
                 text = self._text(messages, tools, options)
                 count = len(after.messages) - 1  # without the key of the tools and options
                 turn, before, new = [*after.result.tokens], messages[:count], messages[count:]
-                images = None
-                if self.media is not None:
-                    images = self.media.images(new, before=len(self.media.media_of(before)))
+                images = None if self.media is None else self.media.images(new)
                 tokens, standing = reply_row(
                     self._chat, turn, self._stops, new, tools, sys.maxsize, before, images, **options
                 )

@@ -191,7 +191,7 @@ class EnvironmentTurns:
         episode.replies.append(reply)
         if isinstance(reply, str):
             return text_tokens(self._chat, turn, reply, room), None
-        images = None if self._media is None else self._media.images(reply, before=len(episode.media_ids))
+        images = None if self._media is None else self._media.images(reply)
         return reply_row(self._chat, turn, self._stops, reply, prompt.tools, room, before, images, **prompt.variables)
 
     def _renders_again(self, episode: Episode) -> bool | None:

@@ -49,9 +49,6 @@ SOCKET = "ipc://"
 """URL scheme of a socket file."""
 
 
-MOST_IMAGES = 999
-"""Images of a request, unless `data.images.max_count` limits them; vLLM's own default."""
-
 MOST_CAPTURED = 512
 """Tokens of the largest step with a CUDA graph, as in vLLM."""
 
@@ -253,8 +250,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "cpu_distributed_timeout_seconds": timeout,
     }
     if config.data.images.enabled:
-        most = config.data.images.max_count or MOST_IMAGES
-        arguments["limit_mm_per_prompt"] = {"image": most, "video": 0, "audio": 0}
+        arguments["limit_mm_per_prompt"] = {"video": 0, "audio": 0}
         arguments["mm_processor_cache_gb"] = 0  # `EngineMedia` keeps what it makes
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back. Without

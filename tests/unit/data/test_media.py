@@ -369,11 +369,6 @@ def test_a_broken_image_is_an_error_with_its_line_or_dropped(
     assert "dropped 1 of 2" in caplog.text
 
 
-def test_more_images_than_allowed_are_an_error(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"line 1 has 4 images; data\.images\.max_count is 3"):
-        read(folder, [{"messages": CONVERSATIONS["several"]}], images=ImagesConfig(max_count=3))
-
-
 def test_images_of_a_column_that_no_part_takes_are_an_error(folder: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": [{"type": "image"}]}, CONVERSATIONS["one"][1]], "image": ["a", "b"]}]
     rows[0]["image"] = ["images/0.png", "images/1.png"]
