@@ -29,7 +29,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3_plain": {},  # heads of 24 numbers, queries that are not compressed
     "mistral": {},  # YaRN, a window in every layer
     "qwen3_windows": {},  # a window in every second layer
-    "glm4_moe_groups": {},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {},
