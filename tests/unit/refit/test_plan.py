@@ -16,7 +16,7 @@ from dagrl.errors import RefitPlanError
 from dagrl.refit import RefitPlan, Verify, WeightSlice, plan_refit
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered
-from dagrl.refit.plan.ordering import order_rounds, simulate
+from dagrl.refit.plan.ordering import BETWEEN_HOSTS, order_rounds, simulate
 from dagrl.refit.plan.routes import RankPair
 from dagrl.refit.slices import Box, Scales, expand, volume
 from dagrl.refit.strided import stack_experts
@@ -505,6 +505,14 @@ def test_a_source_on_the_same_host_is_preferred() -> None:
     plan = plan_of(model_config(), 2, [0, 1, 0, 0, 1, 1])
     assert plan.summary().crossing == 0
     assert not [bucket for bucket in plan.buckets if bucket.source >= plan.sources]
+
+
+def test_the_floor_is_that_of_the_busiest_link() -> None:
+    plan = plan_of(model_config(), 1, [0, 0, 1, 1])
+    summary = plan.summary()
+    worst = max(*summary.sent, *summary.received)
+    assert 0.999 * max(summary.sent) <= summary.floor_s * BETWEEN_HOSTS <= 1.001 * worst
+    assert "2 hosts: " in str(summary) and "GB/s between hosts" in str(summary)
 
 
 def test_a_wrong_number_of_hosts_is_rejected() -> None:
