@@ -62,6 +62,8 @@ CASES = [
     *(Case(family, 2, ep=True) for family in ("qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral", *LATENT, "nemotron_h")),
     Case("qwen3_moe", 3, True, (("num_attention_heads", 6), ("num_key_value_heads", 3), ("vocab_size", 192))),  # 2, 1, 1
     Case("qwen3", 4),  # a key-value head on two ranks
+    Case("qwen3_moe", 2, changes=(("vocab_size", 15),)),  # the second rank's share of the vocabulary is padding alone
+    Case("llama", 2, changes=(("num_key_value_heads", 1),)),
     Case("nemotron_h", 2, changes=(("n_groups", 1), ("num_key_value_heads", 1))),  # a group on two ranks
     Case("nemotron_h", 2, changes=(("moe_latent_size", 16),)),
     Case("deepseek_v3", 2, changes=(("q_lora_rank", None),)),
