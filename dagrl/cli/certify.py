@@ -70,7 +70,8 @@ def certificate_text(certificate: Certificate) -> str:
     for report in certificate.phases:
         lines.append(f"  {report.phase:<20} {report.values:>7} values  {VERDICTS[report.verdict]}")
         if report.first:
-            lines.append(f"    {report.unequal} unequal, the largest by {report.largest:.2g} of its bound: {report.first}")
+            largest = f", the largest by {report.largest:.2g} of its bound" if report.largest else ""
+            lines.append(f"    {report.unequal} unequal{largest}: {report.first}")
         if report.draws:
             lines.append(f"    {report.draws}")
     return "\n".join([*lines, ""])

@@ -78,7 +78,8 @@ Verdict = Literal["equal", "within", "differs"]
 @dataclass
 class PhaseReport:
     """A phase's comparison. `largest`: the largest difference in units of its bound. `first`: the first value beyond its
-    bound, or else the first that is not equal bit for bit. `draws`: how the tokens compare that another sampler draws."""
+    bound, or else the first that is not equal bit for bit. `draws`: how other tokens of sampled requests compare;
+    `excess`: the same in units of its bound."""
 
     phase: str
     values: int = 0
@@ -86,10 +87,11 @@ class PhaseReport:
     largest: float = 0.0
     first: str = ""
     draws: str = ""
+    excess: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        return "differs" if self.largest > 1 else "within" if self.unequal else "equal"
+        return "differs" if max(self.largest, self.excess) > 1 else "within" if self.unequal else "equal"
 
     def add(self, what: str, old: object, new: object, excess: float) -> None:
         """Adds a value that is not equal, whose difference is `excess` bounds."""
@@ -334,7 +336,7 @@ def _compare_generated(report: PhaseReport, old: Values, new: Values, requests: 
     differ by at most that, a fixed random number draws another token with about this probability at most; so of `n` drawn
     tokens `n * bound` may differ. If more do, the sampler draws other numbers (`_judge_draws`).
     """
-    drawn, parted, gaps = 0, list[tuple[str, int, int]](), list[float]()
+    drawn, gaps = 0, list[float]()
     for number, greedy in requests.items():
         where = f" of request {number}"
         was, now = old["tokens" + where], new.get("tokens" + where, np.zeros(0, np.int64))
@@ -345,40 +347,34 @@ def _compare_generated(report: PhaseReport, old: Values, new: Values, requests: 
         drawn += 0 if greedy else common
         if len(unequal):
             gap = float(new["logprobs" + where][common]) - float(old["logprobs" + where][common])
-            token = f"token {common}{where}"
-            if greedy:
-                report.add(token, int(was[common]), int(now[common]), abs(gap) / bound)
-            else:
-                parted.append((token, int(was[common]), int(now[common])))
-                gaps.append(gap)
+            scale = bound * max(1.0, abs(float(old["logprobs" + where][common])))
+            report.add(f"token {common}{where}", was[common], now[common], abs(gap) / scale if greedy else 0.0)
+            gaps += [] if greedy else [gap]
         elif len(was) != len(now):
             report.add(f"number of tokens{where}", len(was), len(now), math.inf)
         for column, limit in (("logprobs", bound), ("versions", 0.0)) if common else ():
             known, again = (side[column + where][:common] for side in (old, new))
             _compare_values(report, column + where, known, again, (limit, limit))
-    allowed = math.floor(drawn * bound)
-    if len(parted) > allowed:
-        excess = _judge_draws(report, gaps, requests)
-    else:
-        excess = len(parted) / max(allowed, 1)
-    for what, drawn_before, drawn_now in parted:
-        report.add(what, drawn_before, drawn_now, excess)
+    if gaps:
+        _judge_draws(report, gaps, sum(not greedy for greedy in requests.values()), math.floor(drawn * bound))
 
 
-def _judge_draws(report: PhaseReport, gaps: Sequence[float], requests: Mapping[int, bool]) -> float:
-    """Returns by how much draws from other random numbers exceed their bound, and describes them.
+def _judge_draws(report: PhaseReport, gaps: Sequence[float], sampled: int, allowed: int) -> None:
+    """Judges the first other token of each of `sampled` requests, of which rounding explains `allowed`.
 
-    `gaps`: of each first other token, the log-probability of the new one minus that of the recorded one, after the same
-    text. Two right samplers may change places, so a gap is as likely as its negative, and the sum of all over the root of
-    the sum of their squares is nearly a standard normal number.
+    `gaps`: the log-probability of the new token minus that of the recorded one, after the same text. Two right samplers may
+    change places, so a gap is as likely as its negative, and the sum of all over the root of the sum of their squares is
+    nearly a standard normal number.
     """
-    total, sampled = math.fsum(gaps), sum(not greedy for greedy in requests.values())
+    report.draws = f"{len(gaps)} of {sampled} sampled requests draw other tokens from the same seeds"
+    if len(gaps) <= allowed:
+        report.excess = len(gaps) / allowed
+        return
+    total = math.fsum(gaps)
     deviation = abs(total) / math.sqrt(math.fsum(gap * gap for gap in gaps) or 1.0)
-    report.draws = (
-        f"{len(gaps)} of {sampled} sampled requests draw other tokens from the same seeds, "
-        f"{'likelier' if total > 0 else 'less likely'} ones by {deviation:.1f} standard errors (at most {DEVIATIONS})"
-    )
-    return deviation / DEVIATIONS
+    direction = "likelier" if total > 0 else "less likely"
+    report.draws += f", {direction} ones by {deviation:.1f} standard errors (at most {DEVIATIONS})"
+    report.excess = deviation / DEVIATIONS
 
 
 def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, start: Array | None, bounds: Bounds) -> None:
