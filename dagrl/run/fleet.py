@@ -31,6 +31,7 @@ from dagrl.config import Config
 from dagrl.config.plan import GroupStart, RunPlan
 from dagrl.config.roles import GENERATION, role_config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
+from dagrl.machine import gpu_count
 from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
@@ -74,7 +75,8 @@ class Fleet:
 
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
         """Begins to import what the workers will need, if they start on this machine."""
-        if config.cluster.address is None and sys.platform == "linux":
+        same = bool(gpus_per_worker(config.cluster)) == bool(gpu_count())  # imports see the GPUs that workers will
+        if config.cluster.address is None and same and sys.platform == "linux":
             self._forks = fork_server(config, classes, self._server)
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:

@@ -5,9 +5,9 @@
     template                                        imports the kind's libraries, and forks a worker for each request
     Ray         worker_setup.py --fork=SOCKET       passes its arguments, environment and files, and waits for the worker
 
-A process can be forked until it has threads or uses CUDA. A template that does refuses, and the process that Ray started
-becomes the worker itself, as without a server. Server and templates end with the driver, workers as any of Ray's. The driver
-itself has checks that need torch called in forks, and never imports it.
+A process can be forked until it has threads that matter, or uses CUDA. A template that does refuses, and the process that
+Ray started becomes the worker itself, as without a server. Server and templates end with the driver, workers as any of
+Ray's. The driver itself has checks that need torch called in forks, and never imports it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import socket
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +33,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple, TypeVar, cast
 
 from dagrl.errors import RunError
+from dagrl.machine import gpu_count
 from dagrl.run.worker_setup import FORK, STARTED, same_user
 from dagrl.runtime.garbage import gc_paused
 
@@ -41,18 +42,18 @@ T = TypeVar("T")
 CALLS = "calls"
 """The kind of process for `ForkServer.call`."""
 
-CUDA_DEVICE = "nvidia-uvm"
-"""Device file that is open in a process that has started CUDA."""
+GPU_DEVICES = "/dev/nvidia"
+"""The beginning of the names of device files. One is open in a process that has started CUDA."""
+
+HARMLESS = ("jemalloc_bg_thd", "cuda0")
+"""The beginnings of the names of threads that a fork may lose: that of pyarrow's allocator, which handles forks, and one of
+NVML, which stays after NVML is shut down."""
 
 COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
 """What all kinds import."""
 
 MOST_KINDS = 250
 """Files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253."""
-
-NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Makes `torch.cuda.is_available()` ask NVML, which does not start CUDA."""
-
 
 SHELL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL")
 """Variables that a shell changes all the time."""
@@ -215,7 +216,8 @@ def _serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     with gc_paused():
         for module in sys.argv[1:]:
-            importlib.import_module(module)
+            with gpus_unasked():
+                importlib.import_module(module)
     with socket.socket(fileno=os.dup(0)) as pipe:
         _, (control_file, *files), _, _ = socket.recv_fds(pipe, 1, MOST_KINDS)
         words = b"".join(iter(partial(pipe.recv, 1 << 16), b""))
@@ -288,10 +290,10 @@ def _load(kind: bytes) -> _Imports:
     before, variables = dict(os.environ), dict[str, str]()
     sys.modules["ray"] = None  # type: ignore[assignment]  # when imported it reads settings, which a worker has of its own
     try:
-        with gc_paused():
+        with gc_paused(), gpus_unasked():
             load, items = pickle.loads(kind)  # noqa: S301
             variables = dict(items)
-            os.environ.update(variables | NVML_CHECK)
+            os.environ.update(variables)
             load()
     except Exception:  # the worker will raise it again
         return _Imports(traceback.format_exc(), variables)
@@ -299,11 +301,32 @@ def _load(kind: bytes) -> _Imports:
         del sys.modules["ray"]
     changed = {name: value for name, value in os.environ.items() if (before | variables).get(name) != value}
     gc.freeze()
-    if threads := len(os.listdir("/proc/self/task")) - 1:
-        return _Imports(f"the imports started {threads} threads", variables)
-    if any(CUDA_DEVICE in os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")):
-        return _Imports("the imports started CUDA", variables)
-    return _Imports("", variables, changed)
+    return _Imports(_why_not_to_fork(), variables, changed)
+
+
+def _why_not_to_fork() -> str:
+    """Returns what of this process a fork would break; empty if nothing."""
+    files = {os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")}
+    if opened := sorted(file for file in files if file.startswith(GPU_DEVICES)):
+        return f"the imports opened {', '.join(opened)}"
+    tasks = (Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task") if int(task) != os.getpid())
+    threads = [name for task in tasks if not (name := task.read_text().strip()).startswith(HARMLESS)]
+    return f"the imports started the threads {', '.join(threads)}" if threads else ""
+
+
+@contextmanager
+def gpus_unasked() -> Iterator[None]:
+    """Has torch, once imported, count GPUs without NVML in the block, which would open their files and start a thread."""
+    if (torch := sys.modules.get("torch")) is None:
+        yield
+        return
+    cuda = torch.cuda
+    functions = cuda.is_available, cuda.device_count
+    cuda.is_available, cuda.device_count = lambda: gpu_count() > 0, gpu_count
+    try:
+        yield
+    finally:
+        cuda.is_available, cuda.device_count = functions
 
 
 def _become(files: Sequence[int], words: Sequence[str], environment: Mapping[str, str], directory: str, group: int) -> None:

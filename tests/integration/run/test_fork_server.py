@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,16 @@ def _import() -> None:
     os.environ["CHANGED"] = "by an import"
 
 
-def _start_thread() -> None:
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def _start_thread(name: str = "reader") -> None:
+    named = threading.Event()
+
+    def sleep() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        named.set()
+        time.sleep(60)
+
+    threading.Thread(target=sleep, daemon=True).start()
+    named.wait()
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,7 @@ def server() -> Iterator[ForkServer]:
             "train": Kind(_import, variables),
             "critic": Kind(_import, variables),
             "generation": Kind(_start_thread, variables),
+            "allocating": Kind(partial(_start_thread, "jemalloc_bg_thd"), variables),
         },
         server=Server(common=()),
     )
@@ -80,12 +90,14 @@ def test_a_fork_takes_the_place_of_the_process_that_asks(server: ForkServer, tmp
     assert told["directory"] == str(tmp_path) and told["variable"] == "yes" and told["input"] == "given"
     assert told["changed"] == "by an import"
     assert told["group"] == os.getpgrp()
+    assert _run(server, "allocating", tmp_path, KIND="1")[0]["pid"] != asking
     again, _, _ = _run(server, "critic", tmp_path, KIND="1")
     assert again["parent"] == told["parent"] and again["variable"] is None
 
 
 @pytest.mark.parametrize(
-    ("role", "kind", "reason"), [("train", "2", "other values of ['KIND']"), ("generation", "1", "started 1 threads")]
+    ("role", "kind", "reason"),
+    [("train", "2", "other values of ['KIND']"), ("generation", "1", "started the threads reader")],
 )
 def test_what_cannot_be_forked_runs_by_itself(server: ForkServer, role: str, kind: str, reason: str, tmp_path: Path) -> None:
     told, asking, errors = _run(server, role, tmp_path, KIND=kind)
