@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,7 +150,7 @@ def read_tape(path: Path) -> tuple[dict[str, str], list[Entry]]:
             )
             for line in content["entries"]
         ]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as a tape: {error}. Record the golden run again") from error
 
 

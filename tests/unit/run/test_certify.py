@@ -79,9 +79,11 @@ def test_a_tape_is_read_back(tmp_path: Path) -> None:
                 assert column.dtype == other[name].dtype
                 np.testing.assert_array_equal(column, other[name])
     assert found[2].value.scalars == batch.scalars
-    with pytest.raises(ConfigError, match="cannot be read as a tape"):
-        (tmp_path / "broken").write_bytes(b"x")
-        read_tape(tmp_path / "broken")
+    whole = (tmp_path / TAPE).read_bytes()
+    for broken in (b"x", whole[:-20], whole[:12] + b"\xff" * 8 + whole[20:]):
+        (tmp_path / "broken").write_bytes(broken)
+        with pytest.raises(ConfigError, match="cannot be read as a tape"):
+            read_tape(tmp_path / "broken")
 
 
 def test_a_quantum_takes_the_recorded_engine_steps_whatever_the_clock_says() -> None:
