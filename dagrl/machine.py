@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -84,11 +85,17 @@ class Gpu:
 
 def gpus() -> list[Gpu]:
     """Returns what `nvidia-smi` says of the GPUs that `CUDA_VISIBLE_DEVICES` allows; nothing if it is missing or fails."""
+    return visible(_gpu_table())
+
+
+@cache
+def _gpu_table() -> str:
+    """Returns the output of `nvidia-smi`, which takes up to a second: it is asked once."""
     if shutil.which("nvidia-smi") is None:
-        return []
+        return ""
     query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=60)  # noqa: S603
-    return visible(done.stdout) if done.returncode == 0 else []
+    return done.stdout if done.returncode == 0 else ""
 
 
 def visible(table: str) -> list[Gpu]:
