@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.dying import PLACES
+from tests.faults.killing import DEATH_AT, measure
 from tests.integration.main_job import GRPO, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -57,3 +59,20 @@ def test_checkpoints_validations_and_an_export_are_no_hang(tmp_path: Path) -> No
     short = ("grpo.max_num_steps=6", "grpo.val_period=1", "checkpointing.save_period=1", "on_failure=stop")
     with running(GRPO, tmp_path, "run", *SMALL, *short, "timeouts.hang_floor_s=1") as run:
         assert run.finish() == 0, run.shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_disturbed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """A train worker in a step, a generation worker in a quantum, and one in a refit: no step is repeated.
+
+    Engines run bursts, as on GPUs.
+    """
+    pytest.importorskip("vllm")
+    replicas, bursts = "policy.megatron_cfg.data_parallel_size=2", "policy.generation.vllm_cfg.num_scheduler_steps=16"
+    faults = measure(tmp_path, [replicas, bursts])
+    assert [fault.place for fault in faults] == list(PLACES)
+    assert faults[0].resumed_from_step == DEATH_AT["all_reduce"]
+    for fault in faults:
+        assert fault.steps_compared >= 2
+        assert fault.loss_difference == fault.grad_norm_difference == 0.0

@@ -14,8 +14,7 @@ from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_experts import WAYS, step_of
 from tests.single_worker import single_worker
-from tests.unit.workers.test_dispatch import dispatched, looped, routed
-from tests.unit.workers.test_megatron_experts import inputs_of, make_experts, relative, run
+from tests.unit.workers.test_megatron_experts import dispatched, inputs_of, looped, make_experts, relative, routed, run
 
 pytest.importorskip("megatron.core")
 

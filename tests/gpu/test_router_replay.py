@@ -24,7 +24,7 @@ from tests.integration.test_megatron_routing import (
     loss_of,
     recorded_batch,
 )
-from tests.integration.test_router_replay_run import MODEL, runs_without_and_with_replay
+from tests.integration.test_model_runs import MODEL, runs_without_and_with_replay
 from tests.integration.vllm_models import make_checkpoint
 from tests.integration.vllm_ranks import requests
 from tests.single_worker import single_worker

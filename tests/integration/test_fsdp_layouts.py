@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dagrl.bench.tiny_configs import tiny_model
+from dagrl.bench.train_architectures import LAYOUTS, PACKED as PACKED_ROWS, STEPS, make_batch, make_config, plain_steps
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
@@ -218,3 +220,38 @@ def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_m
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
     np.testing.assert_allclose(losses, expected, atol=2e-3)  # it multiplies in bfloat16
+
+
+PADDED: dict[str, Any] = {}
+ARCHITECTURES = [
+    ("Cohere2ForCausalLM", "dp2", PACKED_ROWS),  # scaled logits
+    ("DeepseekV3ForCausalLM", "tp2", PACKED_ROWS),  # latent attention
+    ("Gemma2ForCausalLM", "dp2", PACKED_ROWS),  # capped logits
+    ("Gemma4ForCausalLM", "cp2", PACKED_ROWS),  # heads of two sizes
+    ("GPT2LMHeadModel", "dp2", PACKED_ROWS),
+    ("HrmTextForCausalLM", "dp2", PACKED_ROWS),  # layers that run many times, parameters that files have joined
+    ("OlmoHybridForCausalLM", "dp2", PADDED),  # linear attention
+]
+
+
+SLOW_ARCHITECTURES = {"HrmTextForCausalLM", "OlmoHybridForCausalLM"}
+"""What the table's own command has too, and takes longest."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "packing"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.slow] * (case[0] in SLOW_ARCHITECTURES))
+        for case in ARCHITECTURES
+    ],
+)
+def test_steps_are_those_of_transformers(
+    name: str, layout: str, packing: dict[str, Any], megatron_pool: MegatronPool, tmp_path: Path
+) -> None:
+    tiny_model(name, seed=0).float().save_pretrained(tmp_path)  # type: ignore[operator]
+    expected, config = plain_steps(tmp_path), make_config(tmp_path, LAYOUTS[layout], packing)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        steps = [train(group, make_batch(), kind) for kind in STEPS]
+    losses, norms = zip(*expected, strict=True)
+    np.testing.assert_allclose([step["loss"] for step in steps], losses, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose([step["grad_norm"] for step in steps], norms, rtol=1e-4)
