@@ -12,6 +12,7 @@ Ray's. The driver itself has checks that need torch called in forks, and never i
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -54,6 +55,8 @@ COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
 
 MOST_KINDS = 250
 """Files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253."""
+
+PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 SHELL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL")
 """Variables that a shell changes all the time."""
@@ -214,6 +217,7 @@ def _key(kinds: Iterable[bytes]) -> str:
 def _serve() -> None:
     """Runs the server until no run has used it for a while. Returns in a worker, at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    _end_with_parent(signal.SIGKILL)  # also while it imports
     with gc_paused():
         for module in sys.argv[1:]:
             with gpus_unasked():
@@ -222,9 +226,12 @@ def _serve() -> None:
         _, (control_file, *files), _, _ = socket.recv_fds(pipe, 1, MOST_KINDS)
         words = b"".join(iter(partial(pipe.recv, 1 << 16), b""))
     idle_s, kinds = pickle.loads(words)  # noqa: S301
+    if idle_s:
+        _end_with_parent(0)
     server, held = os.pipe()  # only the server has `held`: the other end is readable when it has ended
     for file, kind in zip(files, kinds, strict=True):
         if os.fork() == 0:
+            _end_with_parent(signal.SIGKILL)
             for other in (held, control_file, *(other for other in files if other != file)):
                 os.close(other)
             _run_template(socket.socket(fileno=file), kind, server)
@@ -240,6 +247,11 @@ def _serve() -> None:
                 runs.remove(connection)
                 connection.close()
     os._exit(0)
+
+
+def _end_with_parent(number: int) -> None:
+    """Has Linux send this process a signal (0: none) when the thread that started it ends. Forks do not inherit it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _run_template(listener: socket.socket, kind: bytes, server: int) -> None:
