@@ -68,10 +68,14 @@ def _usable(device: torch.device) -> bool:
     try:
         import cudnn
 
-        return bool(cudnn.backend_version() >= OLDEST_CUDNN)
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # of libraries that do not fit each other
-        logger.info("FlashAttention 2 computes packed sequences, as cuDNN's front end does not work: %s", error)
+        if cudnn.backend_version() < OLDEST_CUDNN:
+            return False
+        for backward in (False, True):
+            _plan(_Sizes(8, 512, 512, 1024, 1024, 8, 8, 128, torch.bfloat16, 0.1, False), backward, device)
+    except Exception as error:  # libraries that do not fit each other, or this torch, fail in many ways
+        logger.warning("FlashAttention 2 computes packed sequences, as cuDNN's front end does not work: %s", error)
         return False
+    return True
 
 
 def faster(query: Tensor, longest_key: int) -> bool:

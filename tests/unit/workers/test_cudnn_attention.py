@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,3 +103,18 @@ def test_packed_rows_of_fsdp_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = attention.attend(SimpleNamespace(is_causal=True), query, key, value, None, 0.3, **sizes)
     expected = plain(*(one[0].transpose(0, 1) for one in (query, key, value)), starts, starts, 0.3, False)
     torch.testing.assert_close(found[0], expected)
+
+
+def test_a_front_end_that_makes_no_plan_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("sdpa() got an unexpected keyword argument")
+
+    device = torch.device("cuda", 99)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: object())
+    monkeypatch.setattr(cudnn, "_plan", fail)
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(backend_version=lambda: cudnn.OLDEST_CUDNN))
+    assert not cudnn.available(device)
+    assert "FlashAttention 2 computes packed sequences, as cuDNN's front end does not work: sdpa() got" in caplog.text
