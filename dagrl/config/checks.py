@@ -50,7 +50,7 @@ def _check_policy(policy: PolicyConfig) -> None:
     widest, limit = bucket_widths(policy)[-1], policy.max_total_sequence_length
     if (policy.model_name is None) == (policy.random_init is None):
         found = "neither" if policy.model_name is None else "both"
-        raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
+        raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them, and the other to null")
     if widest > limit:
         raise ConfigError(
             f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length {limit}; raise the limit or "
