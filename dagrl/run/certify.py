@@ -94,8 +94,9 @@ class PhaseReport:
         return "differs" if max(self.largest, self.excess) > 1 else "within" if self.unequal else "equal"
 
     def add(self, what: str, old: object, new: object, excess: float) -> None:
-        """Adds a value that is not equal, whose difference is `excess` bounds."""
+        """Adds a value that is not equal, whose difference is `excess` bounds. NaN is beyond any."""
         self.unequal += 1
+        excess = math.inf if math.isnan(excess) else excess
         if not self.first or (excess > 1 and self.largest <= 1):
             self.first = f"{what} was {old}, and is now {new}"
         self.largest = max(self.largest, excess)
@@ -374,7 +375,7 @@ def _judge_draws(report: PhaseReport, gaps: Sequence[float], sampled: int, allow
     deviation = abs(total) / math.sqrt(math.fsum(gap * gap for gap in gaps) or 1.0)
     direction = "likelier" if total > 0 else "less likely"
     report.draws += f", {direction} ones by {deviation:.1f} standard errors (at most {DEVIATIONS})"
-    report.excess = deviation / DEVIATIONS
+    report.excess = math.inf if math.isnan(deviation) else deviation / DEVIATIONS
 
 
 def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, start: Array | None, bounds: Bounds) -> None:
@@ -384,7 +385,9 @@ def _compare_digest(report: PhaseReport, name: str, old: Array, new: Array, star
         return
     change, error = _distances(old, new, old if start is None else start)
     bound = bounds.update * change + bounds.rounding * old[1] * old[2]
-    report.add(f"the sketch of {name}", old[3:5].tolist(), new[3:5].tolist(), error / bound if bound else math.inf)
+    at = int(np.argmax(np.abs(new[3:] - old[3:])))
+    what = f"sum {at} of the sketch of {name}"
+    report.add(what, float(old[3 + at]), float(new[3 + at]), error / bound if bound else math.inf)
 
 
 def _distances(old: Array, new: Array, start: Array) -> tuple[float, float]:

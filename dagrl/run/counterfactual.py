@@ -22,6 +22,7 @@ import numpy as np
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_run_config
 from dagrl.config.plan import RunPlan, load_algorithm
+from dagrl.config.section import Section
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
@@ -46,8 +47,11 @@ from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 
 logger = logging.getLogger(__name__)
 
-MAY_CHANGE = frozenset({"algorithm", "loss_fn", "advantage", "grpo"})
+MAY_CHANGE = frozenset({"algorithm", "loss_fn", "advantage"})
 """Sections of keys that decide how samples are learned from."""
+
+OF_GRPO = frozenset({"normalize_rewards", "use_leave_one_out_baseline", "overlong_filtering", "reward_shaping"})
+"""Keys of `grpo` that do; the others say what is sampled, and when."""
 
 SHOWN = {
     "loss": "loss",
@@ -154,14 +158,19 @@ def _check(config: Config, other: Config, directory: Path, step: int, steps: Seq
     if step not in steps:
         known = f"{steps[0]} to {steps[-1]}" if steps else "no step"
         raise ConfigError(f"--step {step}: {directory}/rollouts has samples of {known}; choose one of them")
-    changed = [name for name in Config.model_fields if getattr(config, name) != getattr(other, name)]
-    if wrong := sorted(set(changed) - MAY_CHANGE):
+    wrong = _changed(config, other) - MAY_CHANGE - {"grpo"}
+    wrong |= {f"grpo.{name}" for name in _changed(config.grpo, other.grpo) - OF_GRPO}
+    if wrong:
         raise ConfigError(
-            f"{wrong[0]} cannot differ in a replay, which learns from recorded samples; override keys of "
-            f"{', '.join(sorted(MAY_CHANGE))}"
+            f"{min(wrong)} cannot differ in a replay, which learns from recorded samples; override keys of "
+            f"{', '.join(sorted(MAY_CHANGE))}, and of grpo {', '.join(sorted(OF_GRPO))}"
         )
     if missing := sorted(load_algorithm(other).columns.keys() - plan.algorithm.columns.keys()):
         raise ConfigError(f"the replay needs the column {missing[0]}, which {directory} did not compute")
+
+
+def _changed(one: Section, other: Section) -> set[str]:
+    return {name for name in type(one).model_fields if getattr(one, name) != getattr(other, name)}
 
 
 def _replayed(config: Config, scratch: str, start: Start | None) -> Config:

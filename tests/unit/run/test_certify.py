@@ -217,6 +217,23 @@ def test_other_draws_do_not_raise_measured_bounds() -> None:
     assert bounds.logprob == pytest.approx(2e-5, rel=0.02), "four times the difference, as a share of 2"
 
 
+@pytest.mark.parametrize("greedy", [0, 1])
+def test_a_log_probability_that_is_not_a_number_differs(greedy: int) -> None:
+    sent = requests(greedy)
+    assert generated(sent, quantum(request(0, [5])), quantum(request(0, [0], float("nan")))).verdict == "differs"
+    assert generated(sent, quantum(request(0, [5])), quantum(request(0, [5], float("nan")))).verdict == "differs"
+
+
+def test_one_changed_weight_is_shown_by_a_sum_that_it_changes() -> None:
+    before, after, broken = (torch.ones(4, 8) for _ in range(3))
+    after[2, 5], broken[2, 5] = 1.5, float("nan")
+    old, *others = ({"w": np.array(digest(tensor))} for tensor in (before, after, broken))
+    for new in others:
+        report = compared([(START, old)], [new])[START]
+        was, now = (digests["w"][3 + 5] for digests in (old, new))
+        assert (report.verdict, report.first) == ("differs", f"sum 5 of the sketch of w was {was}, and is now {now}")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_digest_tells_rounding_from_another_update(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -356,6 +373,8 @@ def test_a_replay_rejects_what_it_cannot_do_before_anything_starts(run: Path, tm
         replay_step(run, 3, [])
     with pytest.raises(ConfigError, match="policy cannot differ in a replay"):
         replay_step(run, 2, ["policy.precision=bfloat16"])
+    with pytest.raises(ConfigError, match=r"grpo\.num_generations_per_prompt cannot differ in a replay"):
+        replay_step(run, 2, ["grpo.num_generations_per_prompt=2"])
     (run / "config.yaml").write_text(CONFIG + "loss_fn: {reference_policy_kl_penalty: 0}\n")
     with pytest.raises(ConfigError, match="needs the column reference_logprobs"):
         replay_step(run, 2, ["loss_fn.reference_policy_kl_penalty=0.1"])
