@@ -25,7 +25,7 @@ from dagrl.config.plan import RunPlan, load_algorithm
 from dagrl.config.section import Section
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, RunError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.rewards import Rewards
@@ -41,7 +41,15 @@ from dagrl.run.plans import train_buckets
 from dagrl.run.session import Session
 from dagrl.run.start import in_scratch, open_session
 from dagrl.runtime.shapes import Batch, pad_rows
-from dagrl.telemetry.metrics import CLIP_RATIO, GRAD_NORM, KL, VALID_TOKENS, merge_step_metrics
+from dagrl.telemetry.metrics import (
+    CLIP_RATIO,
+    GRAD_NORM,
+    KL,
+    VALID_TOKENS,
+    StepMetrics,
+    join_optimizer_steps,
+    merge_step_metrics,
+)
 from dagrl.telemetry.record import RunPaths, read_metrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 
@@ -67,8 +75,8 @@ SHOWN = {
 class MinibatchComparison:
     """A minibatch under the run's loss and another, at the weights that the run had: metrics, and the gradients' cosine."""
 
-    original: Mapping[str, float]
-    other: Mapping[str, float]
+    original: StepMetrics
+    other: StepMetrics
     cosine: float
 
 
@@ -100,12 +108,13 @@ def replay_step(directory: Path, step: int, overrides: Sequence[str]) -> list[Mi
 
 
 def report(step: int, compared: Sequence[MinibatchComparison]) -> str:
-    """Returns a table: means over the minibatches of the step."""
+    """Returns a table of the step's metrics, joined over its minibatches as in `metrics.jsonl`."""
     lines = [f"{f'step {step}':<40}{'run':>14}{'replay':>14}"]
-    ours, theirs = [one.original for one in compared], [one.other for one in compared]
+    sides = [
+        join_optimizer_steps(side).flat() for side in ([one.original for one in compared], [one.other for one in compared])
+    ]
     for name, label in SHOWN.items():
-        sides = ([metrics[name] for metrics in side if name in metrics] for side in (ours, theirs))
-        texts = [f"{np.mean(side):.6g}" if side else "" for side in sides]
+        texts = [f"{side[name]:.6g}" if name in side else "" for side in sides]
         if any(texts):
             lines.append(f"{label:<40}{texts[0]:>14}{texts[1]:>14}")
     cosines = ", ".join(f"{one.cosine:.6f}" for one in compared)
@@ -165,6 +174,10 @@ def _check(config: Config, other: Config, directory: Path, step: int, steps: Seq
             f"{min(wrong)} cannot differ in a replay, which learns from recorded samples; override keys of "
             f"{', '.join(sorted(MAY_CHANGE))}, and of grpo {', '.join(sorted(OF_GRPO))}"
         )
+    if load_algorithm(other).critic:
+        raise ConfigError(
+            f"algorithm {other.algorithm} needs values of a critic, and {directory} trained none; choose another"
+        )
     if missing := sorted(load_algorithm(other).columns.keys() - plan.algorithm.columns.keys()):
         raise ConfigError(f"the replay needs the column {missing[0]}, which {directory} did not compute")
 
@@ -207,11 +220,13 @@ def _compare(
         parts = [_shards(config, minibatch, shards), _shards(other, their_minibatch, shards)]
         if all(any(part["loss_mask"].any() for part in side) for side in parts):
             answers = session.train.call("compare_gradients", *parts, other, deadline=config.timeouts.replay)
-            original, others = (merge_step_metrics([answer[side] for answer in answers]).flat() for side in (0, 1))
-            one, two, distance = original[GRAD_NORM], others[GRAD_NORM], answers[0][2]
+            original, others = (merge_step_metrics([answer[side] for answer in answers]) for side in (0, 1))
+            one, two, distance = original.shared[GRAD_NORM], others.shared[GRAD_NORM], answers[0][2]
             cosine = (one**2 + two**2 - distance**2) / (2 * one * two) if one and two else float("nan")
             compared.append(MinibatchComparison(original, others, min(1.0, cosine)))
         collect_steps(session.replays, [trainer.submit_step(minibatch, shards)], step)
+    if not compared:
+        raise RunError(f"step {step} has no minibatch with tokens in the loss of both; choose another step or filter")
     return compared
 
 

@@ -375,6 +375,8 @@ def test_a_replay_rejects_what_it_cannot_do_before_anything_starts(run: Path, tm
         replay_step(run, 2, ["policy.precision=bfloat16"])
     with pytest.raises(ConfigError, match=r"grpo\.num_generations_per_prompt cannot differ in a replay"):
         replay_step(run, 2, ["grpo.num_generations_per_prompt=2"])
+    with pytest.raises(ConfigError, match="algorithm ppo needs values of a critic"):
+        replay_step(run, 2, ["algorithm=ppo"])
     (run / "config.yaml").write_text(CONFIG + "loss_fn: {reference_policy_kl_penalty: 0}\n")
     with pytest.raises(ConfigError, match="needs the column reference_logprobs"):
         replay_step(run, 2, ["loss_fn.reference_policy_kl_penalty=0.1"])
@@ -396,9 +398,13 @@ def test_a_replay_starts_from_the_newest_checkpoint_before_its_step(tmp_path: Pa
     assert [start and start.step for start in found] == [None, 2, 4, 6]
 
 
-def test_the_table_has_means_over_minibatches() -> None:
-    first = MinibatchComparison({"loss": 1.0, "grad_norm": 2.0}, {"loss": 3.0, "grad_norm": 1.0}, 0.5)
-    second = MinibatchComparison({"loss": 2.0, "grad_norm": 4.0}, {"loss": 5.0, "grad_norm": 3.0}, 0.5)
+def test_the_table_has_the_metrics_of_the_whole_step() -> None:
+    def side(tokens: float, loss: float, norm: float) -> StepMetrics:
+        return StepMetrics(sums={"loss": loss, "valid_tokens": tokens}, shared={"grad_norm": norm})
+
+    first = MinibatchComparison(side(30.0, 1.0, 2.0), side(30.0, 3.0, 1.0), 0.5)
+    second = MinibatchComparison(side(10.0, 2.0, 4.0), side(10.0, 5.0, 3.0), 0.5)
     rows = {line[:40].strip(): line[40:].split() for line in report(7, [first, second]).splitlines()}
-    assert rows["loss"] == ["1.5", "4"] and rows["gradient norm"] == ["3", "2"]
+    assert rows["loss"] == ["1.25", "3.5"], "means over tokens, as in metrics.jsonl"
+    assert rows["tokens in the loss"] == ["40", "40"] and rows["gradient norm"] == ["4", "3"], "the largest norm"
     assert rows["cosine of the two gradients"] == ["0.500000,", "0.500000"]
