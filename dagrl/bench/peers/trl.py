@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from dagrl.bench.generate.vllm import engine_arguments
 from dagrl.bench.harness import answer
 from dagrl.bench.workloads import GROUP, RolloutCase
 from dagrl.data.media import load_processor
+from dagrl.errors import RunError
 from dagrl.runtime.store import reserve_port
+from dagrl.workers.vllm.launch import import_vllm
 
 ROWS = 512
 """Rows of SFT's data set, which the trainer repeats."""
@@ -22,32 +25,27 @@ ROWS = 512
 
 def work(steps: int, model: str, **order: Any) -> list[float]:
     """Returns the seconds of each step, which includes drawing and preparing its batch."""
+    import torch
     from transformers import TrainerCallback
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Times every step."""
+    times: list[float] = []
 
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Notes when training begins and when each step ends."""
 
         def on_train_begin(self, *args: Any, **rest: Any) -> None:
-            self.began = time.perf_counter()
+            times.append(time.perf_counter())
 
         def on_step_end(self, *args: Any, **rest: Any) -> None:
-            import torch
-
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            now = time.perf_counter()
-            self.seconds.append(now - self.began)
-            self.began = now
+            times.append(time.perf_counter())
 
-    clock = Clock()
-    common = {"callbacks": [clock], "model": model}
+    common = {"callbacks": [Clock()], "model": model}
     with tempfile.TemporaryDirectory() as output:
         make = grpo_trainer if "case" in order else sft_trainer
         make(output, steps, common, **order).train()
-    return clock.seconds
+    return [end - start for start, end in pairwise(times)]
 
 
 def trainer_arguments(output: str, steps: int, micro: int, sequences: int) -> dict[str, Any]:
@@ -82,13 +80,10 @@ def sft_trainer(
     common["processing_class"] = AutoTokenizer.from_pretrained(common["model"])
     draw = random.Random(0)  # noqa: S311  # not cryptography
     texts = ("".join(draw.choices("0123456789", k=length - 1)) for _ in range(ROWS))
-    arguments = trainer_arguments(output, steps, micro, rows) | {
-        "packing": packed,
-        "max_length": length,
-        "learning_rate": 1e-5,
-    }
     data = Dataset.from_list([{"prompt": text[:1], "completion": text[1:]} for text in texts])
-    return SFTTrainer(args=SFTConfig(**arguments), train_dataset=data, **common)
+    arguments = trainer_arguments(output, steps, micro, rows)
+    config = SFTConfig(packing=packed, max_length=length, learning_rate=1e-5, **arguments)
+    return SFTTrainer(args=config, train_dataset=data, **common)
 
 
 def grpo_trainer(output: str, steps: int, common: dict[str, Any], case: dict[str, Any]) -> Any:
@@ -101,10 +96,9 @@ def grpo_trainer(output: str, steps: int, common: dict[str, Any], case: dict[str
     mine = RolloutCase(**case)
     model, images = Path(common["model"]), mine.shape.images
     set_engine(mine)
-    processor: Any = load_processor(model) if images else None  # as TRL does itself, but without torchvision
-    tokenizer = processor.tokenizer if images else AutoTokenizer.from_pretrained(model)
-    tokenizer.padding_side = "left"
-    common["processing_class"] = processor or tokenizer
+    processor: Any = load_processor(model) if images else AutoTokenizer.from_pretrained(model)  # without torchvision, too
+    (processor.tokenizer if images else processor).padding_side = "left"
+    common["processing_class"] = processor
     # A sampled placeholder would be an image without pixels to TRL; dagrl takes it as text.
     never = {"logit_bias": {6: -100.0, 7: -100.0}} if images else {}
     arguments = trainer_arguments(output, steps, mine.micro, mine.sequences) | {
@@ -130,16 +124,14 @@ def prompts(case: RolloutCase) -> Any:
     from datasets import Dataset, Image
 
     name, arguments = case.task
+    train = getattr(workloads, name)(**arguments).train
+    if not case.shape.images:
+        return Dataset.from_list([{"prompt": example.prompt} for example in train])
     rows = []
-    for example in getattr(workloads, name)(**arguments).train:
-        if not example.messages:
-            rows.append({"prompt": example.prompt})
-            continue
-        question = example.messages[0]
+    for question in (example.messages[0] for example in train):
         text = [{"role": "user", "content": question.content[1]["text"]}]
         rows.append({"prompt": text, "image": {"bytes": question.media[0].data, "path": None}})
-    data = Dataset.from_list(rows)
-    return data.cast_column("image", Image()) if "image" in data.column_names else data
+    return Dataset.from_list(rows).cast_column("image", Image())
 
 
 def alternating(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -158,23 +150,31 @@ def engine_share(case: RolloutCase, model: Path) -> float:
 
 def set_engine(case: RolloutCase) -> None:
     """Gives TRL's engine the attention, dtype and KV cache of dagrl's side, for which GRPOConfig has no keys."""
-    from dagrl.workers.vllm.launch import import_vllm
-
     import_vllm(case.shape.config)  # without torchvision, too
     import trl.generation.vllm_generation as generation
     import vllm
 
-    same = engine_arguments(case, "")
-    names = {
-        "attention_config",
-        "dtype",
-        "kv_cache_memory_bytes",
-        "enforce_eager",
-        "limit_mm_per_prompt",
-        "skip_mm_profiling",
-    }
-    own = {name: same[name] for name in names & same.keys()}
-    generation.LLM = lambda *args, **settings: vllm.LLM(*args, **(settings | own))
+    names = "attention_config dtype kv_cache_memory_bytes enforce_eager limit_mm_per_prompt skip_mm_profiling".split()
+    own = {name: value for name, value in engine_arguments(case, "").items() if name in names}
+    image = case.shape.config.get("image_token_id")
+
+    class Engine(vllm.LLM):  # type: ignore[misc]
+        """Takes TRL's prompts, whose images are expanded; vLLM would expand them again (huggingface/trl#6294)."""
+
+        def generate(self, prompts: list[dict[str, Any]], *arguments: Any, **settings: Any) -> Any:
+            ids = [prompt["prompt_token_ids"] for prompt in prompts]
+            short = [prompt | {"prompt_token_ids": unexpanded(prompt["prompt_token_ids"], image)} for prompt in prompts]
+            outputs = super().generate(short, *arguments, **settings)
+            if [output.prompt_token_ids for output in outputs] != ids:
+                raise RunError("vLLM ran other prompts than TRL trains on: their processors expand images differently")
+            return outputs
+
+    generation.LLM = lambda *arguments, **settings: Engine(*arguments, **(settings | own))
+
+
+def unexpanded(tokens: list[int], placeholder: Any) -> list[int]:
+    """Returns the tokens with one placeholder for each run of them."""
+    return [token for before, token in pairwise([-1, *tokens]) if not before == token == placeholder]
 
 
 if __name__ == "__main__":

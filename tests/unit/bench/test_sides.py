@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from dagrl.bench import generate, peers, step, train
-from dagrl.bench.models import CHARACTERS, SHAPES
-from dagrl.bench.workloads import GROUP, RolloutCase, grpo_config, rollout_case, rows
+from dagrl.bench.models import CHARACTERS, SHAPES, write_with_tokenizer
+from dagrl.bench.peers.trl import unexpanded
+from dagrl.bench.workloads import GROUP, PICTURE_PROMPT, PICTURES, RolloutCase, grpo_config, pictures, rollout_case, rows
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.plan import RunPlan
-from dagrl.data.tokenization import collate, encode_demonstrations
+from dagrl.data.media import MediaProcessor, load_processor
+from dagrl.data.tokenization import collate, encode_demonstrations, encode_prompts
 from dagrl.errors import ConfigError, RunError
 from dagrl.run.model import character_tokenizer
 
@@ -95,6 +99,24 @@ def test_rollouts_fit_the_configuration_of_a_run(tmp_path: Path) -> None:
     )  # completions with one block more each, prompts once a group, and one block of slack each
     assert case.kv_bytes == blocks * 16 * 2 * 2 * layers * heads * size  # type: ignore[operator]
     assert RolloutCase(**asdict(case)) == case
+
+
+def test_trl_trains_and_samples_on_the_tokens_of_dagrl(tmp_path: Path) -> None:
+    """TRL trains on what the processor writes; vLLM expands what the tokenizer writes, one placeholder an image."""
+    processor: Any = load_processor(write_with_tokenizer(SHAPES["qwen3-vl-2b"].narrowed(), tmp_path))
+    examples, whole = pictures(len(PICTURES)).train, []
+    for example, tokens in zip(examples, (196, 300, 475, 768), strict=True):
+        (file,), (_, question) = example.messages[0].media, example.messages[0].content
+        content = [{"type": "image", "image": Image.open(io.BytesIO(file.data))}, question]
+        chat = [{"role": "user", "content": content}]
+        written = processor.apply_chat_template([chat], add_generation_prompt=True, tokenize=True, return_dict=True)
+        whole += written["input_ids"]
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
+        assert unexpanded(whole[-1], 6) == processor.tokenizer(text)["input_ids"]
+        assert (len(whole[-1]), whole[-1].count(6)) == (tokens + 55, tokens)
+    assert max(map(len, whole)) <= PICTURE_PROMPT
+    prompts = encode_prompts(examples, processor.tokenizer, MediaProcessor(processor))
+    assert [prompt.tokens.tolist() for prompt in prompts] == whole
 
 
 @pytest.mark.parametrize(
