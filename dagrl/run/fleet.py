@@ -74,9 +74,13 @@ class Fleet:
         self.leave(None)
 
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
-        """Begins to import what the workers will need, if they start on this machine."""
-        same = bool(gpus_per_worker(config.cluster)) == bool(gpu_count())  # imports see the GPUs that workers will
-        if config.cluster.address is None and same and sys.platform == "linux":
+        """Begins to import what the workers will need, if they start on this machine.
+
+        On one with GPUs only if the imports are to be kept: forked workers have not been run there yet.
+        """
+        gpus, cluster = bool(gpu_count()), config.cluster
+        same = bool(gpus_per_worker(cluster)) == gpus  # imports see the GPUs that workers will
+        if cluster.address is None and same and sys.platform == "linux" and (not gpus or cluster.keep_imports_s):
             self._forks = fork_server(config, classes, self._server)
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
