@@ -115,8 +115,12 @@ class Certificate:
         return all(report.verdict != "differs" for report in self.phases)
 
     def json(self) -> dict[str, object]:
-        """Returns it as JSON."""
-        phases = [{**asdict(report), "verdict": report.verdict} for report in self.phases]
+        """Returns it as JSON, which has no infinity: null for a difference that no bound measures."""
+        phases = [
+            {name: None if value == math.inf else value for name, value in asdict(report).items()}
+            | {"verdict": report.verdict}
+            for report in self.phases
+        ]
         return {"golden": self.golden, "passed": self.passed, "changed": dict(self.changed), "phases": phases}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,8 @@ def test_the_certificate_names_versions_phases_and_the_first_difference() -> Non
     text = certificate_text(certificate)
     assert "torch 2.11.0 -> 2.13.0" in text and "equal bit for bit" in text and "loss was 0.5, and is now 0.6" in text
     assert not certificate.passed and certificate.json()["passed"] is False
+    report.add("replay 4 of 9: counts", 3, 4, math.inf)
+    assert json.loads(json.dumps(certificate.json(), allow_nan=False))["phases"][1]["largest"] is None
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
