@@ -112,7 +112,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        return all(report.verdict != "differs" for report in self.phases)
+        return bool(self.phases) and all(report.verdict != "differs" for report in self.phases)
 
     def json(self) -> dict[str, object]:
         """Returns it as JSON, which has no infinity: null for a difference that no bound measures."""
@@ -199,6 +199,8 @@ def _bounds(golden: Path) -> Bounds:
 
 def check(golden: Path) -> None:
     """Raises ConfigError for a directory that is no golden run, before anything is executed."""
+    if not (golden / TAPE).is_file():
+        raise ConfigError(f"{golden} has no {TAPE}; expected the directory of a golden run, which --record CONFIG makes")
     load_run_config(golden)
     read_tape(golden / TAPE)
     _bounds(golden)

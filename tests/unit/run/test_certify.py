@@ -298,13 +298,14 @@ def test_the_certificate_names_versions_phases_and_the_first_difference() -> Non
     text = certificate_text(certificate)
     assert "torch 2.11.0 -> 2.13.0" in text and "equal bit for bit" in text and "loss was 0.5, and is now 0.6" in text
     assert not certificate.passed and certificate.json()["passed"] is False
+    assert not Certificate("golden/empty", {}, []).passed, "nothing was compared"
     report.add("replay 4 of 9: counts", 3, 4, math.inf)
     assert json.loads(json.dumps(certificate.json(), allow_nan=False))["phases"][1]["largest"] is None
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", str(tmp_path)]) == 2
-    assert "no config.yaml" in capsys.readouterr().err
+    assert "no tape.json.gz; expected the directory of a golden run" in capsys.readouterr().err
     assert main(["certify", "golden", "seed=1"]) == 2
     assert "executed as it was recorded" in capsys.readouterr().err
     config = str(Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml")
