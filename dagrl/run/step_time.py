@@ -197,9 +197,8 @@ def _sent_bytes(policy: PolicyConfig, model: Decoder, tokens: float, ways: int, 
     layout, ranks = policy.train_layout, policy.train_layout.dp * policy.train_layout.cp
     states = 2 * tokens * model.hidden / layout.pp
     sent = 4 * ways * model.layers * states * (layout.tp - 1) / layout.tp  # two sums
-    sent += (
-        4 * ways * model.layers * tokens * model.keys / (layout.tp * layout.pp) * (layout.cp - 1)
-    )  # keys and values of the others
+    keys = model.keys / (layout.tp * layout.pp)
+    sent += 4 * ways * model.layers * tokens * keys * (layout.cp - 1)  # keys and values of the others
     sent += 2 * ways * model.sparse * model.chosen * states * (layout.ep - 1) / layout.ep  # to experts and back
     return sent + 6 * trained * (ranks - 1) / ranks  # float32 gradients, and weights
 
