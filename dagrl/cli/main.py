@@ -269,13 +269,11 @@ def _train(options: argparse.Namespace) -> None:
 @contextmanager
 def _imports_begun(config: Config) -> Iterator[Server | None]:
     """Begins to import what workers on this machine need, unless an earlier run may have left that."""
-    from dagrl.machine import gpu_count
+    from dagrl.run.fork_server import Server, forks_here
 
-    if config.cluster.address is not None or config.cluster.keep_imports_s or sys.platform != "linux" or gpu_count():
+    if config.cluster.keep_imports_s or not forks_here(config.cluster):
         yield None
         return
-    from dagrl.run.fork_server import Server
-
     server = Server()
     try:
         yield server

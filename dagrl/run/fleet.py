@@ -15,7 +15,6 @@ step is followed by one with new processes.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.machine import gpu_count
 from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
-from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
+from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment, forks_here
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
 from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
@@ -74,13 +73,9 @@ class Fleet:
         self.leave(None)
 
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
-        """Begins to import what the workers will need, if they start on this machine.
-
-        On one with GPUs only if the imports are to be kept: forked workers have not been run there yet.
-        """
-        gpus, cluster = bool(gpu_count()), config.cluster
-        same = bool(gpus_per_worker(cluster)) == gpus  # imports see the GPUs that workers will
-        if cluster.address is None and same and sys.platform == "linux" and (not gpus or cluster.keep_imports_s):
+        """Begins to import what the workers will need, if they are forked from that."""
+        same = bool(gpus_per_worker(config.cluster)) == bool(gpu_count())  # imports see the GPUs that workers will
+        if same and forks_here(config.cluster):
             self._forks = fork_server(config, classes, self._server)
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:

@@ -31,12 +31,15 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from dagrl.errors import RunError
 from dagrl.machine import gpu_count
 from dagrl.run.worker_setup import FORK, STARTED, same_user
 from dagrl.runtime.garbage import gc_paused
+
+if TYPE_CHECKING:
+    from dagrl.config.run import ClusterConfig
 
 T = TypeVar("T")
 
@@ -96,6 +99,14 @@ class Server:
         self.pipe.close()
         with self.process, suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def forks_here(cluster: ClusterConfig) -> bool:
+    """Whether a run forks its workers: on a machine of its own, with GPUs only if the imports are to be kept.
+
+    Forked workers have not been run on GPUs yet.
+    """
+    return cluster.address is None and sys.platform == "linux" and (cluster.keep_imports_s > 0 or not gpu_count())
 
 
 def base_environment() -> dict[str, str]:
