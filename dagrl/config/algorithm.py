@@ -41,7 +41,7 @@ class LossConfig(Section):
     """Keyword arguments of your own loss function, or settings of your own algorithm (`self.config.loss_fn.args`)."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
-    """Weight of the KL divergence from the reference policy. 0: no reference policy, unless `policy.reference_model_name` is
+    """Weight of the KL divergence from the reference policy. 0: no reference policy, unless `models.teacher` is
     set."""
 
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"

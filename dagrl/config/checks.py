@@ -11,7 +11,7 @@ from typing import Literal
 from dagrl.config import Config, GenerationConfig, PolicyConfig
 from dagrl.config.kernel_checks import check_engine_settings
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, TEACHER, TRAIN, role_config
+from dagrl.config.roles import CRITIC, TRAIN, role_config
 from dagrl.config.settings import (
     SLOT_RANKS,
     bucket_widths,
@@ -149,16 +149,11 @@ def _check_samples(config: Config, plan: RunPlan) -> None:
 
 
 def _check_models(config: Config, plan: RunPlan) -> None:
-    """Checks the models next to the policy: whether anything uses them, and where they are."""
-    if TEACHER in config.models and plan.reference == TEACHER and config.policy.reference_model_name is not None:
-        raise ConfigError(
-            "models.teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: "
-            "the teacher has workers of its own, policy.reference_model_name is on the train workers"
-        )
+    """Checks that something uses the models next to the policy."""
     if config.models and plan.learns_from != "samples":
         raise ConfigError(
             f"models.{next(iter(config.models))} is set, but algorithm {config.algorithm} learns from {plan.learns_from}, "
-            "which no phase runs it for; leave it out. The reference policy of pairs is policy.reference_model_name"
+            "which no phase runs it for; leave it out. The reference policy of pairs is the first policy"
         )
 
 

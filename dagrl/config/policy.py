@@ -204,11 +204,6 @@ class PolicyConfig(Section):
     """Train a mixture of experts with the experts that generation chose for each token (rollout routing replay), which
     brings both sides' log-probabilities closer."""
 
-    reference_model_name: PathText | None = None
-    """The reference policy: a Hugging Face directory or the id of a model on the Hub, such as the teacher of
-    `loss_fn.name: distill`. It has the policy's tokenizer and fits its layout, but may have another size or family. null:
-    the policy at the start of GRPO."""
-
     reference_weights: Literal["host", "device"] = "host"
     """Where the reference policy's weights are. `host`: pinned memory, swapped in when used. `device`: a second copy on the
     GPU, not available with `generation.colocated`."""

@@ -39,7 +39,6 @@ def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) 
     update: dict[str, object] = {
         "worker": section.worker,
         "backend": section.backend,
-        "reference_model_name": None,
         "router_replay": False,  # generation has recorded the policy's experts
         "optimizer": OptimizerConfig(),
         "scheduler": SchedulerConfig(),

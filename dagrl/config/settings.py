@@ -111,7 +111,6 @@ def model_names(config: Config) -> dict[str, str | None]:
     policy = config.policy
     return {
         "policy.model_name": policy.model_name,
-        "policy.reference_model_name": policy.reference_model_name,
         "critic.model_name": config.critic.model_name,
         **{f"models.{role}.model_name": section.model_name for role, section in config.models.items()},
         TOKENIZER_KEY: policy.tokenizer.name,

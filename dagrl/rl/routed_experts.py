@@ -101,11 +101,6 @@ def with_empty_record(batch: Batch) -> Batch:
     return batch.with_fields(**{ROUTED_EXPERTS: np.full_like(field, bytes([MISSING]) * field.dtype.itemsize)})
 
 
-def without_record(batch: Batch) -> Batch:
-    """Returns the batch without the field."""
-    return Batch({name: array for name, array in batch.fields.items() if name != ROUTED_EXPERTS}, batch.scalars)
-
-
 def join_records(first: Record | None, second: Record | None) -> Record | None:
     """Returns the record of a sequence that was generated in two requests, both from the start of the sequence.
 

@@ -182,8 +182,7 @@ def distill(batch: TokenBatch) -> TokenResult:
     """
     if "reference_logprobs" not in batch.columns:
         raise ConfigError(
-            f"{KEY} is 'distill', but there is no reference policy to learn from; set policy.reference_model_name to the "
-            "teacher"
+            f"{KEY} is 'distill', but there is no reference policy to learn from; set models.teacher.model_name"
         )
     ratio, gap = torch.exp(batch.log_ratio), batch.old_logprobs - batch.reference_logprobs
     return ratio * gap, {"policy/reverse_kl": gap, "probs_ratio": ratio}

@@ -296,7 +296,7 @@ def _may_share(derived: Derived) -> bool:
     """Returns whether train and generation workers may take turns on their GPUs, and no other roles need some."""
     config, algorithm = derived.config, derived.algorithm
     reference_stays = config.policy.reference_weights == "device" and "reference_logprobs" in algorithm.columns
-    others = algorithm.critic or bool(config.models)
+    others = algorithm.critic or not all(model.colocated for model in config.models.values())
     return not (reference_stays or others or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs)
 
 

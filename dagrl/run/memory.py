@@ -243,7 +243,6 @@ def train_memory(
         "experts under FSDP: not measured": fsdp and model.experts,
         "products of adapters: not counted": fsdp and policy.peft.enabled,
         f"state of {policy.optimizer.name}: counted as AdamW's": policy.optimizer.name != ADAMW,
-        f"the model {policy.reference_model_name}: not counted": policy.reference_model_name,
     }
     least = sum(size for name, size in state.items() if name != MERGED)
     return RoleMemory(role, parts, least, tuple(text for text, here in reasons.items() if here))

@@ -67,14 +67,9 @@ def _check_position(resumed: Checkpoint, counter: str, rows: Sequence[Row], conf
         raise CheckpointError(f"{resumed.directory}: {error}") from error
 
 
-def saves_reference(config: Config, plan: RunPlan) -> bool:
-    """Returns whether checkpoints hold the reference policy: the first policy, on the train workers."""
-    return plan.reference == TRAIN and config.policy.reference_model_name is None
-
-
 def check_reference(config: Config, plan: RunPlan, resumed: Checkpoint) -> None:
     """Raises ConfigError if the run needs the first policy as a reference and the checkpoint does not have it."""
-    if saves_reference(config, plan) and resumed.state.counters.get(REFERENCE) is False:
+    if plan.reference == TRAIN and resumed.state.counters.get(REFERENCE) is False:
         raise ConfigError(
             f"algorithm {config.algorithm} needs a reference policy (loss_fn.reference_policy_kl_penalty is "
             f"{config.loss_fn.reference_policy_kl_penalty:g}), but {resumed.directory} has none, because it was not needed "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from dagrl.config import Config, GrpoConfig, Json, PreferenceConfig, SftConfig
 from dagrl.config.plan import RunPlan
+from dagrl.config.roles import TRAIN
 from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
@@ -19,7 +20,7 @@ from dagrl.run.model import save_tokenizer
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
-from dagrl.run.resume import REFERENCE, saves_reference
+from dagrl.run.resume import REFERENCE
 from dagrl.run.stop import StopSignal
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -78,7 +79,7 @@ class Session:
     @property
     def reference_counter(self) -> dict[str, Json]:
         """Says in a checkpoint whether the train workers save a reference policy."""
-        return {REFERENCE: saves_reference(self.config, self.plan)}
+        return {REFERENCE: self.plan.reference == TRAIN}
 
     def goes_straight_on(self, step: int) -> bool:
         """Returns whether nothing has to happen between `step` and the next one."""

@@ -100,7 +100,7 @@ class ReferenceHolder(Protocol):
     """A train worker that holds a reference policy, for an algorithm with the column `reference_logprobs`."""
 
     def snapshot_reference(self) -> None:
-        """Makes the current weights the reference policy, or loads it from `policy.reference_model_name`."""
+        """Makes the current weights the reference policy."""
 
 
 class AnswerScorer(Protocol):
@@ -163,7 +163,6 @@ OPTIONAL_SETTINGS: Mapping[str, Callable[[PolicyConfig], object]] = {
     "sequence_packing.enabled": lambda policy: policy.sequence_packing.enabled,
     "router_replay": lambda policy: policy.router_replay,
     "deterministic": lambda policy: policy.deterministic,
-    "reference_model_name": lambda policy: policy.reference_model_name,
     "worker_args": lambda policy: policy.worker_args,
 }
 """Settings of `policy` that a train worker class reads only if it names them in `supports`, and whether one is asked for."""

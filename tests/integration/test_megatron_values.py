@@ -170,33 +170,6 @@ def test_a_teacher_has_weights_alone(megatron_pool: MegatronPool, tiny_models: d
     assert all(parts["weights"] > 0 and parts["gradients"] == parts["optimizer"] == 0 for parts in resident)
 
 
-@pytest.mark.parametrize(
-    ("teacher", "layout", "packing"),
-    [
-        pytest.param("qwen3_moe", ParallelLayout(dp=2, pp=2), {}, id="qwen3_moe-dp2pp2"),
-        pytest.param("llama", ParallelLayout(tp=2, cp=2), PACKED, id="llama-tp2cp2-packed"),
-    ],
-)
-def test_log_probabilities_match_the_teacher(
-    teacher: str, layout: ParallelLayout, packing: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    directory = str(tiny_models[teacher])
-    config = reference.make_config(tiny_models["qwen3"], reference_model_name=directory, **packing)
-    batch = reference.make_batch(grpo=True)
-    with megatron_pool.group(layout, config) as group:
-        before = logprobs(group, batch)["logprobs"]
-        group.call("snapshot_reference")
-        train(group, batch, "policy")  # changes the policy, not the teacher
-        found = logprobs(group, batch, "reference")["logprobs"]
-        after = logprobs(group, batch)["logprobs"]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
-    expected = reference.hf_logprobs(model, batch)[0].detach().numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    assert np.abs(after - before).max() > 1e-4 and np.abs(expected - before).max() > 0.1
-
-
 QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_quickstart.yaml"
 
 
@@ -228,6 +201,6 @@ def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
     monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     layout = "models.teacher.megatron_cfg.tensor_model_parallel_size=2"
     apart = distillation(tmp_path, "apart", 3, f"models.teacher.model_name={tmp_path / 'teacher'}", layout)
-    here = distillation(tmp_path, "here", 3, f"policy.reference_model_name={tmp_path / 'teacher'}")
+    here = distillation(tmp_path, "here", 3, f"models.teacher.model_name={tmp_path / 'teacher'}")
     for name in ("policy/reverse_kl", "loss", "grad_norm"):
         np.testing.assert_allclose([step[name] for step in apart], [step[name] for step in here], rtol=1e-3, err_msg=name)

@@ -31,11 +31,11 @@ class Grpo(Algorithm):
     @property
     def columns(self) -> Mapping[str, str]:
         """The policy's log-probabilities, unless they are those of training itself, and the reference policy's."""
-        loss, policy = self.config.loss_fn, self.config.policy
+        loss = self.config.loss_fn
         columns = {} if loss.force_on_policy_ratio else {"prev_logprobs": "logprobs"}
         if TEACHER in self.config.models:
             return {**columns, "reference_logprobs": "teacher_logprobs"}
-        if policy.reference_model_name is not None or loss.reference_policy_kl_penalty > 0:
+        if loss.reference_policy_kl_penalty > 0:
             return {**columns, "reference_logprobs": "reference_logprobs"}
         return columns
 

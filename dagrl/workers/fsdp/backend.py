@@ -164,15 +164,6 @@ class FsdpBackend:
         """Returns a context in which the model runs without its adapters; None if it has none."""
         return None if self._adapters is None else self._adapters.disabled()
 
-    def frozen_model(self, directory: Path) -> ShardedModel:
-        """Loads another model, which only runs forward."""
-        from dagrl.workers.fsdp.model import load_model
-        from dagrl.workers.fsdp.trainer import ShardedModel
-
-        assert self._meshes is not None, "`setup` makes it"
-        root = load_model(directory, self._policy, self._meshes, self._spec.device, scalar=False, trains=False)
-        return ShardedModel(root, self._spec.config, self._spec.device, trains=False)
-
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dagrl.workers.fsdp.backend import FsdpBackend
 from dagrl.workers.train.worker import TrainWorker, ValueWorker
 
-SUPPORTS = frozenset(("sequence_packing.enabled", "deterministic", "reference_model_name"))
+SUPPORTS = frozenset(("sequence_packing.enabled", "deterministic"))
 
 
 class FsdpWorker(TrainWorker):

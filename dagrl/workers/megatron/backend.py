@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, FsdpConfig, Json, OptimizerConfig, PolicyConfig
 from dagrl.config.settings import sends_adapters
-from dagrl.errors import ConfigError, UserError
+from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
@@ -33,7 +33,7 @@ from dagrl.workers.train.adapters import (
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks
 from dagrl.workers.train.hf_export import export_hf
-from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf, read_hf_config
+from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +65,6 @@ class MegatronBackend:
         check_layout(hf_config, layout)
         for conflict in _conflicts(config.policy, architecture):
             raise ConfigError(conflict)
-        if config.policy.reference_model_name is not None:
-            _check_reference_model(config.policy.reference_model_name, layout)
         if config.policy.router_replay:
             routed_layers(hf_config)
         shapes = parameter_shapes(hf_config)
@@ -175,16 +173,6 @@ class MegatronBackend:
     def base_model(self) -> AbstractContextManager[None] | None:
         """Returns a context in which adapters are off, if there are any."""
         return None if self.adapters is None else self.adapters.disabled()
-
-    def frozen_model(self, directory: Path) -> Trainer:
-        """Loads another model, which only runs forward and without recordings."""
-        from dagrl.workers.megatron.cuda_graphs import plain_pass
-        from dagrl.workers.megatron.trainer import frozen_trainer
-
-        model = self._load(directory, read_hf_config(directory))
-        trainer = frozen_trainer(model, self.config, self.context.layout)
-        trainer.model_pass = plain_pass
-        return trainer
 
     def _load(self, directory: Path, hf_config: Mapping[str, Json]) -> ModelChunks:
         """Builds this rank's part of a model and fills it from a Hugging Face directory."""
@@ -317,13 +305,3 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
         yield f"{key}.cuda_graphs is true, and peft.enabled: {text}"
     if megatron.moe_aux_loss_coeff and not model.experts:
         yield f"{key}.moe_aux_loss_coeff is set, but the model has no experts; set it to 0"
-
-
-def _check_reference_model(directory: str, layout: ParallelLayout) -> None:
-    """Raises a UserError if the model cannot be loaded in this layout."""
-    try:
-        hf_config = read_hf_config(directory)
-        check_layout(hf_config, layout)
-        check_hf(directory, parameter_shapes(hf_config))
-    except UserError as error:
-        raise type(error)(f"policy.reference_model_name: {error}") from error

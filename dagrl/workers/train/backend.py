@@ -208,10 +208,6 @@ class Backend(Protocol):
         the reference policy is a copy of its weights."""
         ...
 
-    def frozen_model(self, directory: Path) -> Model:
-        """Loads another model, which only runs forward, in the same layout and process groups."""
-        ...
-
     # Refits
 
     def weight_slices(self) -> Sequence[WeightSlice]:

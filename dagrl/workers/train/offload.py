@@ -50,15 +50,12 @@ def bucket_spans(sizes: Sequence[int], bucket_bytes: int) -> list[StorageSpan]:
 
 
 class StateCopy:
-    """Storages that can be moved off their device. Without `keep` their content is dropped, and they return as zeros.
+    """Storages that can be moved off their device. Without `keep` their content is dropped, and they return as zeros."""
 
-    `constant`: their content never changes, so it is copied to the host once.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], stream: Any, *, keep: bool = True, constant: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor], stream: Any, *, keep: bool = True) -> None:
         self._storages = unique_storages(tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
-        self._stream, self._keep, self._constant = stream, keep, constant
+        self._stream, self._keep = stream, keep
         self._buckets: list[Tensor] = []
         self._arrived: Any = None  # event after the copies to the device
         self.away = False
@@ -73,7 +70,7 @@ class StateCopy:
         self.wait()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        if self._keep and not (self._constant and self._buckets):
+        if self._keep:
             self._copy_out([_bytes_of(storage) for storage in self._storages])
         else:
             for storage in self._storages:

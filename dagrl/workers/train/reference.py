@@ -1,24 +1,18 @@
-"""The reference policy: earlier weights of the policy, or a model of its own, kept where `policy.reference_weights` says.
+"""The reference policy: earlier weights of the policy, kept where `policy.reference_weights` says.
 
 `ReferencePolicy` swaps its weights with the policy's for log-probabilities, tensor by tensor, in the policy's memory.
 `device`: a second copy in GPU memory. `host`: a copy in pinned host memory, exchanged in both directions at once, without a
-second copy on the GPU. Without a GPU both are a copy in host memory.
-
-`ReferenceModel` may have another size or family than the policy's, such as a teacher. It has the policy's layout and process
-groups. With `host` its weights are on the GPU only while it is used. Imported only where torch is.
+second copy on the GPU. Without a GPU both are a copy in host memory. Imported only where torch is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-from dagrl.workers.train.backend import Model
-from dagrl.workers.train.offload import StateCopy
 
 ReferencePlacement = Literal["host", "device"]
 Parameters = Mapping[str, Tensor]
@@ -92,27 +86,3 @@ class _Buffer:
     def like(self, tensor: Tensor) -> Tensor:
         """Returns the start of the buffer as a tensor of that shape."""
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-class ReferenceModel:
-    """A frozen model of a backend. With `host` its weights are on the device only while it runs."""
-
-    def __init__(self, model: Model, where: ReferencePlacement, device: torch.device) -> None:
-        self._model, self._weights = model, None
-        if where == "host" and device.type != "cpu":
-            on_device = [weight for weight in model.weights().values() if weight.device.type != "cpu"]
-            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._weights = StateCopy(on_device, stream, constant=True)
-            self._weights.offload()
-
-    @contextmanager
-    def on_device(self) -> Iterator[Model]:
-        """Moves the weights to the device for the block. Yields the model."""
-        if self._weights is not None:
-            self._weights.reload()
-            self._weights.wait()
-        try:
-            yield self._model
-        finally:
-            if self._weights is not None:
-                self._weights.offload()

@@ -27,7 +27,7 @@ from dagrl.machine import DeviceMemory
 from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import POLICY, Algorithm, algorithm_for
-from dagrl.rl.routed_experts import with_empty_record, without_record
+from dagrl.rl.routed_experts import with_empty_record
 from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dagrl.workers.train.losses import MicrobatchLoss
     from dagrl.workers.train.microbatches import Microbatch, Microbatches
     from dagrl.workers.train.offload import Offloader, StatePart
-    from dagrl.workers.train.reference import ReferenceModel, ReferencePolicy
+    from dagrl.workers.train.reference import ReferencePolicy
 
 ModelName = Literal["policy", "reference"]
 
@@ -94,7 +94,6 @@ class TrainWorker:
         self._files_group: ProcessGroup | None = None  # in which workers wait for each other's files
         self._offloader: Offloader | None = None
         self._reference: ReferencePolicy | None = None
-        self._reference_model: ReferenceModel | None = None
         self._kept = KeptLogprobs()
         self._channel: Channel | None = None
         self._sender: RefitSender | None = None
@@ -205,7 +204,7 @@ class TrainWorker:
         if self._channel is not None:
             self._channel.close()
         backend, self._backend = self._backend, None
-        self._sender = self._channel = self._offloader = self._reference = self._reference_model = self._saving = None
+        self._sender = self._channel = self._offloader = self._reference = self._saving = None
         self._files_group = None
         if backend is not None:
             backend.shutdown()
@@ -468,8 +467,6 @@ class TrainWorker:
 
     def _logprobs(self, batch: Batch, model: ModelName) -> list[Tensor]:
         """Returns log-probabilities and entropy [rows, tokens] on the last stage (0 in padding), else an empty list."""
-        if model == "reference" and self._reference_model is not None:
-            batch = without_record(batch)  # another model has other experts
         with self._running(), self._model(model) as chosen:
             head = chosen.head(self._temperature)
 
@@ -504,20 +501,11 @@ class TrainWorker:
     def snapshot_reference(self) -> None:
         """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says.
 
-        With LoRA there is no copy: the reference policy is the base model, also after earlier steps. With
-        `policy.reference_model_name` it loads that model instead, once.
+        With LoRA there is no copy: the reference policy is the base model, also after earlier steps.
         """
-        from dagrl.workers.train.reference import ReferenceModel
-
-        backend, policy = self.backend("weights"), self.config.policy
-        if policy.reference_model_name is None:
-            if backend.base_model() is None:
-                with self._running():
-                    self._keep_reference(self.weight_tensors())
-        elif self._reference_model is None:
+        if self.backend("weights").base_model() is None:
             with self._running():
-                model = backend.frozen_model(Path(policy.reference_model_name))
-                self._reference_model = ReferenceModel(model, policy.reference_weights, self._device)
+                self._keep_reference(self.weight_tensors())
 
     def _keep_reference(self, weights: Mapping[str, Tensor]) -> None:
         from dagrl.workers.train.reference import ReferencePolicy
@@ -531,9 +519,6 @@ class TrainWorker:
         backend = self.backend("weights")
         if name == "policy":
             yield backend.model
-        elif self._reference_model is not None:
-            with self._reference_model.on_device() as model:
-                yield model
         elif (base := backend.base_model()) is not None:
             with base:
                 yield backend.model
@@ -662,7 +647,7 @@ class TrainWorker:
             where = directory, backend, self._files_group, self.context.rank
             reference, self._reference = load_checkpoint(*where, identity), None
             holds_reference = reference_role(self.config, load_algorithm(self.config)) == "train"
-            if reference is not None and holds_reference and self._reference_model is None:
+            if reference is not None and holds_reference:
                 self._keep_reference(reference)
 
     @property

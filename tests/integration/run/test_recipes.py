@@ -48,7 +48,8 @@ def check(recipe: str, models: Models, tmp_path: Path, monkeypatch: pytest.Monke
     """Checks the recipe with local files in place of those on the Hub."""
     path = RECIPES / f"{recipe}.yaml"
     content = yaml.safe_load(path.read_text())
-    named = {key: name for key, name in content["policy"].items() if key in ("model_name", "reference_model_name")}
+    named = {"policy.model_name": content["policy"]["model_name"]}
+    named |= {f"models.{role}.model_name": model["model_name"] for role, model in content.get("models", {}).items()}
     shapes = {key: name.removeprefix("Qwen/").removesuffix("-Base").lower() for key, name in named.items()}
     count, gib = needs(path.read_text())
     cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
@@ -59,7 +60,7 @@ def check(recipe: str, models: Models, tmp_path: Path, monkeypatch: pytest.Monke
     data.write_text((json.dumps(columns) + "\n") * 400)
     local = [f"data.path={data}", "data.subset=null", "data.val_split=null", f"output_dir={tmp_path}"]
     monkeypatch.chdir(ROOT)
-    return preflight(load_config(path, [*(f"policy.{key}={models(shape)}" for key, shape in shapes.items()), *local]))
+    return preflight(load_config(path, [*(f"{key}={models(shape)}" for key, shape in shapes.items()), *local]))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_recipes_of_gemma3_pass_all_checks(
     text = (RECIPES / "gemma3_270m" / f"{recipe}.yaml").read_text().replace("runs/gemma3_270m_data", str(gemma3 / "data"))
     assert f"dagrl train recipes/gemma3_270m/{recipe}.yaml" in text and "one GPU of 24 GB or more" in text
     (tmp_path / "recipe.yaml").write_text(text)
-    more = {"distill": [f"policy.reference_model_name={gemma3 / 'model'}"], "ppo": ["critic.model_name=null"]}
+    more = {"distill": [f"models.teacher.model_name={gemma3 / 'model'}"], "ppo": ["critic.model_name=null"]}
     own = [f"policy.model_name={gemma3 / 'model'}", f"output_dir={tmp_path}", *more.get(recipe, [])]
     inputs = preflight(load_config(tmp_path / "recipe.yaml", own))
     policy = inputs.config.policy

@@ -435,7 +435,7 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
 
 def test_distillation_needs_a_reference_policy() -> None:
     try_loss_of(LossConfig(name="distill"))
-    with pytest.raises(ConfigError, match=r"policy\.reference_model_name"):
+    with pytest.raises(ConfigError, match=r"models\.teacher\.model_name"):
         try_loss_of(LossConfig(name="distill", **NO_KL))
 
 

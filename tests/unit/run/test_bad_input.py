@@ -230,7 +230,7 @@ reward.function=HERE:half ->
     test_bad_input:half takes (number:  ... ; expected: prompts, completions and references by position
 policy.generation.colocated.enabled=true; grpo.async_grpo.enabled=true -> policy.generation.colocated.enabled ... take turns
 loss_fn.name=distill; loss_fn.reference_policy_kl_penalty=0 ->
-    loss_fn.name ... there is no reference policy ... policy.reference_model_name
+    loss_fn.name ... there is no reference policy ... models.teacher.model_name
 grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 ->
     grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions
 algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; grpo.use_dynamic_sampling=true ->
@@ -243,7 +243,6 @@ algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 ->
 algorithm=ppo; policy.worker=dagrl.workers.megatron:MegatronValueWorker; policy.peft.enabled=true ->
     train workers:  ... peft.enabled is true, but adapters alone would leave
 algorithm=ppo; critic.model_name=no/such/critic -> critic.model_name ... 'no/such/critic' is not a directory
-models.teacher.model_name=a; policy.reference_model_name=b -> models.teacher and policy.reference_model_name are both set
 algorithm=sft; models.teacher.model_name=a -> models.teacher is set, but algorithm sft learns from demonstrations
 algorithm=HERE:Misread -> takes the column 'logprobs' from the phase logprobs, which computes prev_logprobs and entropy
 algorithm=HERE:Misnamed; models.tutor.model_name=a ->
@@ -251,7 +250,6 @@ algorithm=HERE:Misnamed; models.tutor.model_name=a ->
 models.tutor.model_name=a -> models.tutor is set, but no phase of the run has a Shard named 'tutor'
 models.train.model_name=a -> models (command line) ... names of roles, which 'train' cannot be
 models.teacher.model_name=no/such/teacher -> models.teacher.model_name ... 'no/such/teacher' is not a directory
-policy.reference_model_name=no/such/teacher -> policy.reference_model_name ... 'no/such/teacher' is not a directory
 loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 ->
     loss_fn.force_on_policy_ratio is true ... several optimizer steps ... Set policy.train_global_batch_size=
 loss_fn={force_on_policy_ratio: true, use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2,
@@ -508,7 +506,7 @@ def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     ):
         init = RandomInit(hf_config=cast("dict[str, Json]", MODEL), tokenizer_characters=characters)
         write_random_model(init, character_tokenizer(characters), teacher)
-        keys = ("policy.reference_model_name",), ("models.teacher.model_name",), ("critic.model_name", "algorithm=ppo")
+        keys = ("models.teacher.model_name",), ("critic.model_name", "algorithm=ppo")
         for overrides in keys:
             code, errors = run(f"{overrides[0]}={teacher}", *overrides[1:])
             assert code == 2 and overrides[0] in errors and found in errors, errors
