@@ -110,15 +110,16 @@ class Refit:
         hosts = list(map(list(dict.fromkeys(names)).index, names))  # as numbers
         devices = [*train.call_function(device_of), *generation.call_function(device_of)]
         kind = kind or choose_kind(devices)
-        plan = plan_between(
+        check_devices(kind, hosts, devices)
+        plan = plan_refit(
             distinct_slices(train),
             distinct_slices(generation),
-            hosts,
-            devices,
-            kind,
             dtype=dtype,
             target_dtype=target_dtype,
-            tied_embeddings=tied_embeddings,
+            aliases=TIED_HEAD if tied_embeddings else None,
+            hosts=hosts,
+            mailboxes=kind == "ipc",
+            devices=devices if kind == "ipc" else (),
         )
         connected = cls(plan)
         logger.debug("refit plan: %s", connected)
@@ -137,31 +138,6 @@ class Refit:
 
     def __str__(self) -> str:
         return str(self.plan.summary())
-
-
-def plan_between(
-    sources: Sequence[Sequence[WeightSlice]],
-    destinations: Sequence[Sequence[WeightSlice]],
-    hosts: Sequence[int],
-    devices: Sequence[str],
-    kind: ChannelKind,
-    *,
-    dtype: str,
-    target_dtype: str | None = None,
-    tied_embeddings: bool = False,
-) -> RefitPlan:
-    """Plans a refit over a channel of `kind` between ranks on these hosts and GPUs; see `Refit.connect` and `plan_refit`."""
-    check_devices(kind, hosts, devices)
-    return plan_refit(
-        sources,
-        destinations,
-        dtype=dtype,
-        target_dtype=target_dtype,
-        aliases=TIED_HEAD if tied_embeddings else None,
-        hosts=hosts,
-        mailboxes=kind == "ipc",
-        devices=devices if kind == "ipc" else (),
-    )
 
 
 def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
@@ -197,11 +173,11 @@ def device_of(worker: object) -> str:
     return device_name(next((tensor.device for tensor in tensors.values()), torch.device("cpu")))
 
 
-def device_name(device: torch.device | None) -> str:
+def device_name(device: torch.device) -> str:
     """Returns the UUID of a GPU; empty for a CPU."""
     import torch
 
-    return str(torch.cuda.get_device_properties(device).uuid) if device is not None and device.type == "cuda" else ""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def choose_kind(devices: Sequence[str]) -> ChannelKind:

@@ -37,10 +37,8 @@ def reserve_port() -> int:
     return int(reservation.getsockname()[1])
 
 
-def open_tcp_store(
-    host: str, port: int, size: int | None, *, serves: bool, timeout: timedelta, waits: bool = True
-) -> TCPStore:
-    """Opens the store at `host`:`port` for `size` ranks, of which one serves it. With `waits`, returns when all are there.
+def open_tcp_store(host: str, port: int, size: int, *, serves: bool, timeout: timedelta) -> TCPStore:
+    """Opens the store at `host`:`port` for `size` ranks, of which one serves it. Returns when all are there.
 
     PyTorch's own server listens on all interfaces; this one on that of `host`, if it is an IP address of this machine.
     """
@@ -48,7 +46,7 @@ def open_tcp_store(
 
     listening = _listen(host, port) if serves else None
     descriptor = None if listening is None else listening.detach()  # the store closes it
-    return TCPStore(host, port, size, serves, timeout, waits, master_listen_fd=descriptor)
+    return TCPStore(host, port, size, serves, timeout, master_listen_fd=descriptor)
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

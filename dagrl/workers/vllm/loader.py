@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dagrl.errors import ConfigError
 from dagrl.workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
@@ -53,75 +52,39 @@ def register_loader(quantizes: bool = False) -> None:
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class EngineLoader(_keeping_loader()):  # type: ignore[misc]
+    from dagrl.refit.recording import named_tensors, record
+
+    class EngineLoader(DefaultModelLoader):  # type: ignore[misc]
         def __init__(self, load_config: LoadConfig) -> None:
             load_config.load_format = "auto"
             load_config.use_tqdm_on_load = False
             super().__init__(load_config)
             self.checkpoint: Checkpoint = []
-            self.quantizes = quantizes
-
-    register_model_loader(LOAD_FORMAT)(EngineLoader)
-
-
-def register_for_transfers(backend: str) -> None:
-    """Makes vLLM's default loader keep the parameters in engines whose weight transfers use `backend`.
-
-    Other engines load as before. Registers the load format `auto` again.
-    """
-    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
-
-    class TransferLoader(_keeping_loader()):  # type: ignore[misc]
-        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
-            transfers = vllm_config.weight_transfer_config
-            if transfers is not None and transfers.backend == backend:
-                self.checkpoint: Checkpoint = []
-            loaded: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
-            return loaded
-
-    for name in ("auto", "hf", "safetensors"):
-        _LOAD_FORMAT_TO_MODEL_LOADER[name] = TransferLoader
-
-
-def _keeping_loader() -> type[Any]:
-    """Returns vLLM's loader, which keeps the parameters as loaded if its `checkpoint` is a list."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    from dagrl.refit.recording import named_tensors, record
-
-    class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
-        checkpoint: Checkpoint | None = None
-        quantizes = False
 
         def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             weights = super().get_all_weights(model_config, model)
-            if self.quantizes:
+            if quantizes:
                 device = next(model.parameters()).device
                 plain = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
                 names = record(model, plain, model_config.dtype).quantized
                 weights = quantize_checkpoint(super().get_all_weights(model_config, model), names, device)
             for name, weight in weights:
-                if self.checkpoint is not None:
-                    self.checkpoint.append((name, tuple(weight.shape), weight.dtype))
+                self.checkpoint.append((name, tuple(weight.shape), weight.dtype))
                 yield name, weight
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            if self.checkpoint is not None:
-                recording = record(model, self.checkpoint, model_config.dtype)
-                tensors = {name: LoadedParameter(tensor, _sample(tensor)) for name, tensor in named_tensors(model).items()}
-                object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
+            recording = record(model, self.checkpoint, model_config.dtype)
+            tensors = {name: LoadedParameter(tensor, _sample(tensor)) for name, tensor in named_tensors(model).items()}
+            object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
 
-    return KeepingLoader
+    register_model_loader(LOAD_FORMAT)(EngineLoader)
 
 
 def take_loaded_model(model: torch.nn.Module) -> LoadedModel:
-    """Returns the model as loaded, and removes it from the module. Raises ConfigError if another loader has loaded it."""
-    if _ATTRIBUTE not in model.__dict__:
-        raise ConfigError(
-            "this engine's loader has kept nothing for a refit; use load_format auto, hf or safetensors, with a checkpoint"
-        )
+    """Returns the model as loaded, and removes it from the module."""
     loaded: LoadedModel = model.__dict__.pop(_ATTRIBUTE)
     return loaded
 
