@@ -56,6 +56,10 @@ MOST = 200
 """Tokens of a line of which all are shown; of a longer one the first and the last half of as many."""
 
 
+FOLDED = 8
+"""Fewest equal tokens in a row of which one is shown, with their number."""
+
+
 def text_report(config: Config, count: int, console: Console) -> str:
     """Returns the first `count` examples that each stage of the run draws, in their order, in the console's colours.
 
@@ -140,7 +144,7 @@ class _View:
         table.add_column(overflow="fold")
         start = 0
         for kind, run in groupby(kinds):
-            part = pieces[start : (start := start + len(list(run)))]
+            part = _folded(pieces[start : (start := start + len(list(run)))])
             if (hidden := len(part) - MOST) > 0:
                 part = [*part[: MOST // 2], f" ... {hidden} tokens ... ", *part[-MOST // 2 :]]
             text = Text()
@@ -192,6 +196,12 @@ class _View:
                 given[first + number - (not edge) : first + past] = [True] * (past - number + (not edge))
             holder[key] = kept
         return given
+
+
+def _folded(pieces: Sequence[str]) -> list[str]:
+    """Returns the pieces, with one and a count for many equal ones, such as those of an image."""
+    runs = [[*run] for _, run in groupby(pieces)]
+    return [piece for run in runs for piece in ([f"{run[0]} \u00d7 {len(run)}"] if len(run) >= FOLDED else run)]
 
 
 def _plain_turn(turn: Mapping[str, Json]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import numpy as np
 
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
-from dagrl.data.media import IMAGE, Medium, Part, column_images, is_image, parts_of, read_images
+from dagrl.data.media import IMAGE, Medium, Part, column_images, is_image, is_stored, parts_of, read_images
 from dagrl.data.messages import content_of
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package, running
@@ -170,7 +170,14 @@ def read_examples(path: str | Path, split: str, config: DataConfig, parse: Parse
 
 def with_images(examples: Sequence[Example], folder: Path, config: DataConfig, source: str) -> list[Example]:
     """Reads the images of examples, several at once. Paths are relative to `folder`. Raises DataError, as `keep_valid`."""
+    if config.image_key is not None and not any(config.image_key in example.columns for example in examples):
+        raise DataError(
+            f"{source}: no row has an image in {config.image_key!r} (data.image_key); the columns are "
+            f"{', '.join(examples[0].columns)}"
+        )
     if not any(map(_images_of(config), examples)):
+        if unseen := next((name for name, value in examples[0].columns.items() if is_stored(value)), None):
+            logger.warning("%s has images in %r that the model does not see; set data.image_key=%s", source, unseen, unseen)
         return list(examples)
     require_package("PIL", f"{source} has images, which")
     with ThreadPoolExecutor() as pool:

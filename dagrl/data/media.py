@@ -132,6 +132,12 @@ def shows_images(message: Mapping[str, Any]) -> bool:
     )
 
 
+def is_stored(value: object) -> bool:
+    """Whether the value of a column is an image, or a list of them, as `datasets.Image` stores them."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, Mapping) and isinstance(first.get("bytes"), bytes)
+
+
 def column_images(value: Json, where: str) -> list[Any]:
     """Returns the images of a row's column: one, a list of them, or none."""
     images: list[Any] = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
@@ -174,7 +180,8 @@ def read_image(
             size = fitting((image.height, image.width), limits.max_pixels)
     except Exception as error:  # Pillow raises anything for broken files
         name = f"{len(content)} bytes" if isinstance(source, bytes) else f"the file {str(source)!r}"
-        raise DataError(f"{where}: {name}: not an image that Pillow can read ({error}); replace or remove it") from error
+        reason = "of no format that it knows" if "cannot identify" in str(error) else error
+        raise DataError(f"{where}: {name}: not an image that Pillow can read ({reason}); replace or remove it") from error
     return Medium(source, id_of(content), size)
 
 

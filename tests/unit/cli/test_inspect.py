@@ -259,3 +259,11 @@ def test_words_that_the_template_also_writes_are_told_apart(config: list[str]) -
     text = lines(text_report(load_config(config[0], config[1:]), 1, Console(file=io.StringIO(), width=80)))
     prompt = "template  [│u│s│e│r│]\ndata      u│s│e│r\ntemplate  [│a│s│s│i│s│t│a│n│t│]\n"
     assert f"{prompt}TRAIN+    <\nTRAIN     a│s│s│i│s│t│a│n│t│>\nTRAIN+    >\n" in text
+
+
+def test_many_equal_tokens_are_one_with_their_number(config: list[str]) -> None:
+    row = {"messages": [{"role": "user", "content": "0" * 300 + "1" * 7}, {"role": "assistant", "content": "a"}]}
+    Path("chats.jsonl").write_text(json.dumps(row))
+    words = [*config[1:], "policy.max_total_sequence_length=512"]
+    text = lines(text_report(load_config(config[0], words), 1, Console(file=io.StringIO(), width=80)))
+    assert "\ndata      0 \u00d7 300│1│1│1│1│1│1│1\n" in text

@@ -345,7 +345,7 @@ def test_other_images_make_other_data(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "a missing file": ("images/9.png", r"cannot read the file '.*images/9\.png': No such file"),
-    "no image": ("rows.txt", r"rows\.txt': not an image that Pillow can read"),
+    "no image": ("rows.txt", r"rows\.txt': not an image that Pillow can read \(of no format that it knows\)"),
     "a truncated file": ("cut.png", r"cut\.png': not an image that Pillow can read \("),
     "an address": ("https://example.com/1.png", r"images are not fetched"),
     "a bad data URL": ("data:image/png;base64,%%", r"not a data URL in base64"),
@@ -374,6 +374,22 @@ def test_images_of_a_column_that_no_part_takes_are_an_error(folder: Path) -> Non
     rows[0]["image"] = ["images/0.png", "images/1.png"]
     with pytest.raises(DataError, match=r"line 1 has 1 more images in 'image'"):
         read(folder, rows, image_key="image")
+
+
+def test_a_column_that_no_row_has_is_an_error(folder: Path) -> None:
+    rows = [{"prompt": QUESTION, "response": ANSWER, "picture": "images/0.png"}]
+    with pytest.raises(DataError, match=r"no row has an image in 'image' \(data.image_key\); the columns are .*, picture"):
+        read(folder, rows, image_key="image")
+
+
+@pytest.mark.parametrize("kind, value", [(HubImage(), picture(0)), (List(HubImage()), [picture(0)])], ids=["one", "a list"])
+def test_images_that_the_model_does_not_see_are_said(
+    kind: Any, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _hub(tmp_path, kind, value)
+    (example,) = read_examples(path, "train", DataConfig(path=str(path)))
+    assert not any(message.media for message in example.messages)
+    assert "has images in 'image' that the model does not see; set data.image_key=image" in caplog.text
 
 
 def test_parts_of_other_kinds_and_images_of_the_assistant_are_errors(folder: Path) -> None:
