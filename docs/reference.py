@@ -29,7 +29,7 @@ API: dict[str, tuple[str, ...]] = {
     "dagrl.refit.sources": ("slices_of", "tensors_of"),
     "dagrl.channels": ("open_channel", "ChannelSpec", "Channel"),
     "dagrl.rl.algorithm": ("algorithm_for",),
-    "dagrl.rl.losses": ("batch_loss", "Denominators", "LossOutput", "row_sums"),
+    "dagrl.rl.losses": ("batch_loss", "Denominators", "LossOutput"),
     "dagrl.telemetry.metrics": ("StepMetrics", "merge_step_metrics"),
     "dagrl.workers.train.hf_export": ("export_hf",),
     "dagrl.workers.train.kept_logprobs": ("KeptLogprobs",),

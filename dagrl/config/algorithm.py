@@ -56,13 +56,6 @@ class LossConfig(Section):
     ratio_clip_c: float | None = Field(default=None, gt=1)
     """Dual clip: a token with a negative advantage costs at most this multiple of it. null: no such bound; verl has 3."""
 
-    log_ratio_clamp: PositiveFloat | None = 20.0
-    """Clamps the logarithm of probability ratios, as verl does, so that one token cannot overflow. null: no clamp."""
-
-    sequence_log_ratio_clamp: PositiveFloat | None = None
-    """With `gspo`: upper bound of the logarithm of a sequence's ratio; verl has 10, and no `log_ratio_clamp` of tokens then.
-    null: no bound."""
-
     kl_input_clamp_value: PositiveFloat | None = 20.0
     """Clamps log-probability differences in the KL penalty. null: no clamp."""
 
@@ -83,9 +76,9 @@ class LossConfig(Section):
     use_importance_sampling_correction: bool = False
     """Weight each token by exp(previous - generation log-probability)."""
 
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis", "seq-product-mask-tis"] = "tis"
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
     """How importance weights are bounded. `tis`: clamp. `icepop`: drop tokens outside the bounds. `seq-mask-tis`: drop
-    sequences whose geometric mean is outside. `seq-product-mask-tis`: drop sequences whose product is outside."""
+    sequences whose geometric mean is outside."""
 
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper bound of the importance weights. null: no bounds."""
@@ -106,11 +99,6 @@ class LossConfig(Section):
                 "truncated_importance_sampling_ratio is set, but the correction that it bounds is off; set "
                 "use_importance_sampling_correction=true, or leave the bound out"
             )
-        if self.force_on_policy_ratio and kind.startswith("seq-"):
-            raise ValueError(
-                f"force_on_policy_ratio is true, but truncated_importance_sampling_type {kind!r} needs log-probabilities of "
-                "whole sequences before the step; choose tis or icepop, or set force_on_policy_ratio=false"
-            )
         return self
 
 
@@ -119,23 +107,10 @@ class AdvantageConfig(Section):
 
     name: str = "group"
     """`group`: against the other completions of the prompt (GRPO; RLOO with `grpo.use_leave_one_out_baseline`). `batch`:
-    whitened over the batch (REINFORCE++). Or the import path `module:function` of your own."""
+    that, whitened over the batch (REINFORCE++-baseline). Or the import path `module:function` of your own."""
 
     args: dict[str, Json] = Field(default_factory=dict)
     """Keyword arguments of your own function."""
-
-    std: Literal["others", "group"] = "others"
-    """With `grpo.normalize_rewards` and a leave-one-out baseline: divide by the standard deviation of the other completions,
-    as NeMo-RL, or of the whole group, as TRL and verl."""
-
-    std_epsilon: NonNegativeFloat = 1e-6
-    """Added to the standard deviation, as in NeMo-RL and verl; TRL has 1e-4."""
-
-    group_baseline: bool = True
-    """With `batch`: subtract the mean of each prompt's completions first (REINFORCE++-baseline)."""
-
-    whiten_over: Literal["responses", "tokens"] = "responses"
-    """With `batch`: what counts once in mean and deviation. `tokens`, as in verl: long responses count more."""
 
 
 class AsyncGrpoConfig(Section):
@@ -218,7 +193,7 @@ class GrpoConfig(LoopConfig):
     trains on. null: no limit."""
 
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of their group."""
+    """Divide advantages by the standard deviation of their group; with a leave-one-out baseline of the other completions."""
 
     use_leave_one_out_baseline: bool = True
     """Baseline: the mean reward of the group's other completions. false: of the whole group."""
@@ -280,12 +255,3 @@ class PreferenceConfig(LoopConfig):
 
     beta: PositiveFloat = 0.1
     """DPO: factor of the log-ratio to the reference policy. Larger values keep the policy nearer to it."""
-
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """DPO: the assumed share of pairs whose answers are swapped (conservative DPO)."""
-
-    sft_loss_weight: NonNegativeFloat = 0.0
-    """DPO: weight of the negative log-likelihood of the chosen answers, averaged over their tokens."""
-
-    center_rewards_coefficient: NonNegativeFloat = 0.0
-    """Reward model: weight of the squared sum of both scores, which keeps scores around 0."""

@@ -21,7 +21,7 @@ from dagrl.config import Config
 from dagrl.refit import RankPlan, RefitReport, RefitSender, WeightSlice, commit_together
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.rl.algorithm import algorithm_for
-from dagrl.rl.losses import Denominators, batch_loss, row_sums
+from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.train.hf_export import export_hf
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
@@ -59,7 +59,7 @@ class HfWorker:
             rows = batch.select(range(start, min(start + size, batch.rows)))
             columns = {name: torch.tensor(field) for name, field in rows.fields.items() if field.ndim == 2}
             logprobs = self.logprobs_of(self.model, rows, temperature)
-            share = batch_loss(algorithm, logprobs, columns | row_sums(columns), counts)
+            share = batch_loss(algorithm, logprobs, columns, counts)
             sums, maxima = ({name: float(value) for name, value in side.items()} for side in (share.sums, share.maxima))
             yield share.loss, StepMetrics(sums, maxima)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,9 @@ AdvantageFunction = Callable[..., npt.ArrayLike]
 
 With a parameter `lengths` it also gets the number of tokens that the policy sampled, [prompts, generations].
 """
+
+EPSILON = 1e-6
+"""Added to standard deviations, as in NeMo-RL and verl."""
 
 GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
@@ -47,11 +49,9 @@ def configured_advantages(
             leave_one_out=config.grpo.use_leave_one_out_baseline,
             normalize=config.grpo.normalize_rewards,
             valid=mask,
-            std=chosen.std,
-            epsilon=chosen.std_epsilon,
         )
     if chosen.name == BATCH:
-        return batch_advantages(table, baseline=chosen.group_baseline, valid=mask, epsilon=chosen.std_epsilon)
+        return batch_advantages(table, mask)
     function = advantage_function(chosen)
     with running(chosen.name, KEY):
         advantages = function(np.where(mask, table, 0.0), mask, **chosen.args, **lengths_argument(function, lengths))
@@ -88,16 +88,14 @@ def group_advantages(
     leave_one_out: bool,
     normalize: bool,
     valid: npt.ArrayLike | None = None,
-    std: Literal["others", "group"] = "group",
-    epsilon: float = 1e-6,
 ) -> Floats:
     """Returns the advantage of each generation, its reward minus its group's baseline: `[prompts, generations]` float64.
 
     The baseline is the mean of the group, or with `leave_one_out` the mean of the *other* generations of the group, which
     keeps the policy gradient unbiased. With `normalize`, advantages are divided by the sample standard deviation (n - 1) of
-    the whole group, plus `epsilon`. With `std="others"` and `leave_one_out` it is that of the other generations, as in
-    NeMo-RL; where it is 0, as for the only winner of a group, the advantage is not divided. If all rewards of a group are
-    equal, its advantages are exactly 0.
+    the whole group, plus `EPSILON`. With `leave_one_out` it is that of the other generations, as in NeMo-RL; where it is 0,
+    as for the only winner of a group, the advantage is not divided. If all rewards of a group are equal, its advantages are
+    exactly 0.
 
     Generations outside the mask `valid` have unknown rewards. Their advantage is 0, and baseline and deviation ignore them.
     In a group with fewer than two valid generations, all advantages are 0.
@@ -114,11 +112,11 @@ def group_advantages(
     squares = (centered**2).sum(axis=1, keepdims=True)
     scale = (others + 1) / others if leave_one_out else 1.0  # r - mean(others) = (r - mean(all)) n / (n - 1)
     advantages: Floats = centered * scale
-    if normalize and leave_one_out and std == "others":
+    if normalize and leave_one_out:
         deviation = _deviation_of_others(table, mask)
-        advantages = np.where(deviation > 0, advantages / (deviation + epsilon), advantages)
+        advantages = np.where(deviation > 0, advantages / (deviation + EPSILON), advantages)
     elif normalize:
-        advantages = advantages / (np.sqrt(squares / others) + epsilon)
+        advantages = advantages / (np.sqrt(squares / others) + EPSILON)
     advantages = np.where(mask, advantages, 0.0)
     advantages[zero_variance_groups(table, mask)] = 0.0  # the mean of equal floats may differ from them by rounding
     return advantages
@@ -135,20 +133,17 @@ def _deviation_of_others(table: Floats, mask: npt.NDArray[np.bool_]) -> Floats:
     return np.where(equal, 0.0, np.sqrt(squares / np.maximum(count - 1, 1)))
 
 
-def batch_advantages(rewards: npt.ArrayLike, *, baseline: bool, valid: npt.ArrayLike, epsilon: float = 1e-6) -> Floats:
-    """Returns REINFORCE++'s advantages: rewards whitened over the batch's valid generations, `[prompts, generations]`.
-
-    With `baseline` each group's mean is subtracted first (REINFORCE++-baseline). The deviation is the sample one, as in
-    verl.
+def batch_advantages(rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
+    """Returns the advantages of REINFORCE++-baseline: rewards less their group's mean, whitened over the batch's valid
+    generations, `[prompts, generations]`. The deviation is the sample one, as in verl.
     """
     table, mask = checked_rewards(rewards), np.asarray(valid, np.bool_)
-    if baseline:
-        counts = np.maximum(mask.sum(axis=1, keepdims=True), 1)
-        table = table - np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / counts
+    counts = np.maximum(mask.sum(axis=1, keepdims=True), 1)
+    table = table - np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / counts
     inside = table[mask]
     if len(inside) < 2:
         return np.zeros(table.shape)
-    advantages: Floats = np.where(mask, (table - inside.mean()) / (inside.std(ddof=1) + epsilon), 0.0)
+    advantages: Floats = np.where(mask, (table - inside.mean()) / (inside.std(ddof=1) + EPSILON), 0.0)
     return advantages
 
 

@@ -33,7 +33,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dagrl.config import LossConfig
 from dagrl.errors import DataError
 from dagrl.rl.algorithm import Algorithm
 from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate
@@ -85,8 +84,8 @@ def batch_loss(
 ) -> LossOutput:
     """Returns `algorithm.loss` of the tokens in `loss_mask`, averaged over the global batch by `algorithm.average`.
 
-    `logprobs` [b, t]; `data`: `loss_mask`, the fields of the batch and the algorithm's columns [b, t]; the `row_sums` [b, 1]
-    of each whole row (or for each token, [b, t]). Without `sequences` every row is one. `lookup`: see `TokenBatch`.
+    `logprobs` [b, t]; `data`: `loss_mask`, the fields of the batch and the algorithm's columns [b, t]. Without `sequences`
+    every row is one. `lookup`: see `TokenBatch`.
 
     Sums: `loss`, `valid_tokens`, and the means of the further values that `loss` returns. For generated samples also
     `token_mult_prob_error` and `gen_kl_error` (see `logprob_difference`). Maxima, for these: `max_logprob_difference`,
@@ -95,7 +94,7 @@ def batch_loss(
     mask = data["loss_mask"].to(logprobs.dtype)
     batch = TokenBatch(logprobs, mask, data, algorithm.config.loss_fn, sequences, lookup)
     costs, means = evaluate(algorithm.loss, batch, algorithm.config.algorithm)
-    weights = _token_weights(mask, data, algorithm, denominators)
+    weights = _token_weights(batch, algorithm, denominators)
     loss, each = _masked_sum(costs, weights), mask / denominators.tokens
     sums = {name: _masked_sum(value.detach(), weights if name in LOSS_TERMS else each) for name, value in means.items()}
     sums |= {"loss": loss.detach(), "valid_tokens": mask.sum()}
@@ -108,43 +107,22 @@ def batch_loss(
     return LossOutput(loss, {**sums, **agreement}, {**maxima, "max_probs_ratio": ratio.amax()})
 
 
-def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """Bounds the importance ratio w = exp(prev - generation log-probability) of each token [b, t].
+def importance_weights(gap: Tensor, batch: TokenBatch) -> Tensor:
+    """Bounds the importance ratio w of each token [b, t], the exponential of `gap`: prev - generation log-probability.
 
     With the bounds C = `truncated_importance_sampling_ratio` and c = `truncated_importance_sampling_ratio_min`:
     `tis` min(w, C) (TIS); `icepop` w where c <= w <= C, else 0 (IcePop); `seq-mask-tis` w in sequences whose geometric mean
-    of w is in [c, C], else 0 for all their tokens (MIS); `seq-product-mask-tis` likewise by the product of w (TRL's
-    `sequence_mask`). Without C, w itself. The denominators always count all tokens.
-    `data` has the row sums `sequence_tokens` and `sequence_log_ratio` for the types that judge sequences (see `row_sums`).
+    of w is in [c, C], else 0 for all their tokens (MIS). Without C, w itself. The denominators always count all tokens.
     """
+    importance, config = gap.exp(), batch.config
     high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
     if high is None:
         return importance
     if config.truncated_importance_sampling_type == "tis":
         return importance.clamp(max=high)
-    ratio = importance
-    if config.truncated_importance_sampling_type != "icepop":
-        ratio = data["sequence_log_ratio"].to(importance.dtype)
-        if config.truncated_importance_sampling_type == "seq-mask-tis":
-            ratio = ratio / data["sequence_tokens"].to(importance.dtype).clamp(min=1)
-        ratio = ratio.exp()
+    ratio = importance if config.truncated_importance_sampling_type == "icepop" else batch.sequence_mean(gap).exp()
     inside = (ratio <= high) & (ratio >= (low or 0.0))
     return torch.where(inside, importance, 0.0)
-
-
-def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns sums over whole rows [b, 1], from unsplit fields [b, T], for losses that see only a slice of a row.
-
-    Packed microbatches have several sequences per row. For them workers repeat the sums for each token, [b, t].
-
-    `sequence_tokens`: the tokens in the loss; `sequence_log_ratio`: the sum over them of prev - generation log-probability.
-    """
-    mask = data["loss_mask"]
-    sums = {"sequence_tokens": mask.sum(dim=-1, keepdim=True)}
-    if "prev_logprobs" in data and "generation_logprobs" in data:
-        gap = torch.where(mask > 0, data["prev_logprobs"] - data["generation_logprobs"], 0.0)
-        sums["sequence_log_ratio"] = (gap * mask).sum(dim=-1, keepdim=True)
-    return sums
 
 
 def logprob_difference(
@@ -192,13 +170,14 @@ def kl_penalty(batch: TokenBatch) -> Tensor:
     return estimate
 
 
-def _token_weights(mask: Tensor, data: Mapping[str, Tensor], algorithm: Algorithm, denominators: Denominators) -> Tensor:
+def _token_weights(batch: TokenBatch, algorithm: Algorithm, denominators: Denominators) -> Tensor:
     """Returns the weight of each token in the loss [b, t] (see `Algorithm.average`)."""
+    mask = batch.mask
     if algorithm.average == "tokens":
         return mask / denominators.tokens
     if algorithm.average == "sums":
         return mask / denominators.sequences
-    return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1) / denominators.sequences
+    return mask / batch.sequence_tokens / denominators.sequences
 
 
 def _masked_sum(values: Tensor, weights: Tensor) -> Tensor:

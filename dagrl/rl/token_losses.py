@@ -24,7 +24,6 @@ Sources:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +39,9 @@ from dagrl.imports import check_arguments, load_named
 from dagrl.telemetry.metrics import CLIP_RATIO
 
 KEY = "loss_fn.name"
+
+LOG_RATIO_CLAMP = 20.0
+"""Bound of the logarithm of probability ratios, as verl's."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,9 @@ class TokenBatch:
 
     @property
     def log_ratio(self) -> Tensor:
-        """The policy's log-probability minus the old one, 0 outside the mask, clamped to `loss_fn.log_ratio_clamp`."""
+        """The policy's log-probability minus the old one, 0 outside the mask, clamped so that no token can overflow."""
         ratio = torch.where(self.mask > 0, self.logprobs - self.old_logprobs, 0.0)
-        limit = self.config.log_ratio_clamp
-        return ratio if limit is None else ratio.clamp(-limit, limit)
+        return ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
     def clipped(self, ratio: Tensor) -> Tensor:
         """Bounds a ratio to `1 - ratio_clip_min` and `1 + ratio_clip_max`."""
@@ -134,12 +135,21 @@ class TokenBatch:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Returns for each token the mean of `values` over its sequence, without gradient [b, t]."""
+        total, count = self._sequence_sums(values)
+        return total / count
+
+    @property
+    def sequence_tokens(self) -> Tensor:
+        """The number of tokens in the mask of each token's sequence, at least 1 [b, t]."""
+        return self._sequence_sums(self.mask)[1]
+
+    def _sequence_sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
         sequences = self.sequences
         if sequences is None:
             rows = torch.arange(len(self.mask), device=self.mask.device)
             sequences = Sequences(rows[:, None].expand(self.mask.shape), len(rows))
-        totals = sequences.sums(values, self.mask)
-        return totals[0] / totals[1].clamp(min=1)
+        total, count = sequences.sums(values, self.mask)
+        return total, count.clamp(min=1)
 
 
 TokenResult = Tensor | tuple[Tensor, Mapping[str, Tensor]]
@@ -159,7 +169,7 @@ def gspo(batch: TokenBatch) -> TokenResult:
     """
     mean = batch.sequence_mean(batch.log_ratio)
     own = torch.where(batch.mask > 0, batch.logprobs - batch.logprobs.detach(), 0.0)
-    return _surrogate(batch, torch.exp((mean + own).clamp(max=batch.config.sequence_log_ratio_clamp or math.inf)))
+    return _surrogate(batch, torch.exp(mean + own))
 
 
 def cispo(batch: TokenBatch) -> TokenResult:

@@ -39,7 +39,7 @@ def try_loss(algorithm: Algorithm) -> None:
     """Runs the loss on random tokens. Raises ConfigError if it fails, or if its values or gradients are not finite."""
     import torch
 
-    from dagrl.rl.losses import Denominators, batch_loss, row_sums
+    from dagrl.rl.losses import Denominators, batch_loss
     from dagrl.rl.token_losses import KEY as LOSS_KEY
 
     name, key = algorithm.config.algorithm, KEY
@@ -54,9 +54,7 @@ def try_loss(algorithm: Algorithm) -> None:
     logprobs = _logprobs(generator).requires_grad_()
     with running(name, key):
         denominators = Denominators(ROWS * TOKENS, ROWS)
-        output = batch_loss(
-            algorithm, logprobs, data | row_sums(data), denominators, lookup=lambda ids: _others(logprobs, ids)
-        )
+        output = batch_loss(algorithm, logprobs, data, denominators, lookup=lambda ids: _others(logprobs, ids))
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
     if not (output.loss.isfinite() and gradient.isfinite().all()):
         raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")

@@ -334,9 +334,7 @@ def _set_batch(derived: Derived) -> None:
 
 def _needs_no_earlier_logprobs(config: Config) -> bool:
     """Returns whether training finds the log-probabilities from before a batch's only step itself."""
-    one_step = config.policy.train_global_batch_size == samples_per_step(config)
-    weighs_tokens = config.loss_fn.truncated_importance_sampling_type in ("tis", "icepop")
-    return config.algorithm == "grpo" and one_step and weighs_tokens
+    return config.algorithm == "grpo" and config.policy.train_global_batch_size == samples_per_step(config)
 
 
 def _set_lengths(derived: Derived) -> None:

@@ -48,7 +48,7 @@ def test_a_reward_model_is_transformers_classifier(
 ) -> None:
     sizes, packing = LAYOUTS[layout]
     own = reference.make_config(tiny_models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
-    config, formula = FORMULAS["centered reward"]
+    config, formula = FORMULAS["reward"]
     batch, algorithm = scored_batch(), algorithm_of(config)
     assert isinstance(algorithm, PreferenceAlgorithm)
     with megatron_pool.group(sizes, own.model_copy(update={"algorithm": "reward_model"}), kind="value") as group:

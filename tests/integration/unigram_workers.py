@@ -115,12 +115,11 @@ class UnigramTrainer(UnigramState):
         import torch
 
         from dagrl.rl.algorithm import algorithm_for
-        from dagrl.rl.losses import batch_loss, row_sums
+        from dagrl.rl.losses import batch_loss
 
         algorithm = algorithm_for(loss, self.config)
         batch = self.kept.join(batch, algorithm.columns, required=not in_warmup())
         data = {name: torch.tensor(array if array.ndim == 2 else array[:, None]) for name, array in batch.fields.items()}
-        data |= row_sums({name: field for name, field in data.items() if batch.fields[name].ndim == 2})
         leaf = self.logits.clone().requires_grad_()
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
         output = batch_loss(algorithm, logprobs, data, counts)
@@ -218,12 +217,11 @@ class UnigramCritic(UnigramState):
         import torch
 
         from dagrl.rl.algorithm import algorithm_for
-        from dagrl.rl.losses import Denominators, batch_loss, row_sums
+        from dagrl.rl.losses import Denominators, batch_loss
 
         self.need("weights", "gradients", "optimizer")
         counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
         data = {name: torch.tensor(array) for name, array in batch.fields.items()}
-        data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
         leaf = self.table.clone().requires_grad_()
         output = batch_loss(algorithm_for(loss, self.config), self._values(leaf, batch), data, counts)
         output.loss.backward()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.rl.algorithm import algorithm_of
-from dagrl.rl.losses import Denominators, batch_loss, row_sums
+from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.token_losses import Sequences
 
 GROUPS, SIZE, WIDTH = 4, 4, 11
@@ -55,7 +55,7 @@ def random_samples(seed: int, dtype: torch.dtype = torch.float32) -> Samples:
         "advantages": normal(1.0)[:, :1].expand(ROWS, WIDTH),
     }
     data = {name: value.to(dtype).contiguous() for name, value in data.items()}
-    return Samples((old + normal(0.6)).to(dtype).requires_grad_(), data | row_sums(data))
+    return Samples((old + normal(0.6)).to(dtype).requires_grad_(), data)
 
 
 def configuration(**loss_fn: Any) -> Config:
@@ -77,7 +77,6 @@ class Part:
     def loss(self, samples: Samples, loss_fn: dict[str, Any]) -> Tensor:
         """Returns this worker's share of the loss of the whole batch."""
         data = {name: samples.data[name][self.rows, self.columns][None] for name in TOKEN_FIELDS}
-        data |= {name: samples.data[name][self.rows, 0][None] for name in ("sequence_tokens", "sequence_log_ratio")}
         logprobs = samples.logprobs[self.rows, self.columns][None]
         denominators = Denominators(float(samples.mask.sum()), float((samples.mask.sum(1) > 0).sum()))
         sequences = Sequences(self.rows[None], ROWS, self.group)

@@ -23,6 +23,7 @@ from dagrl.rl.advantages import batch_advantages, group_advantages
 from dagrl.rl.algorithm import VALUE, algorithm_for
 from dagrl.rl.gae import advantages_and_returns, rewards_at_end, whitened
 from dagrl.rl.losses import Denominators, batch_loss, importance_weights
+from dagrl.rl.token_losses import TokenBatch
 from dagrl.runtime.store import reserve_port
 from tests.peers.formulas import GROUPS, ROWS, SIZE, WIDTH, Samples, configuration, context_part, our_loss, random_samples
 
@@ -34,7 +35,6 @@ LOSSES: dict[str, tuple[str, dict[str, Any], float]] = {
     "grpo": ("vanilla", {"name": "grpo"}, UNBOUNDED),
     "dual clip": ("vanilla", {"name": "grpo", "ratio_clip_c": 2.0}, 2.0),
     "gspo": ("gspo", {"name": "gspo"}, UNBOUNDED),
-    "gspo clamped": ("gspo", {"name": "gspo", "log_ratio_clamp": None, "sequence_log_ratio_clamp": 10.0}, UNBOUNDED),
     "cispo": ("cispo", {"name": "cispo"}, UNBOUNDED),
 }
 MEANS: dict[str, dict[str, Any]] = {
@@ -150,21 +150,20 @@ def test_importance_weights(bounds: str) -> None:
     assert_equal(samples, our_loss(samples, **CLIP, **keys), theirs)
 
 
-@pytest.mark.parametrize(("kind", "option"), [("seq-mask-tis", "seq_mean_k1"), ("seq-product-mask-tis", "seq_sum_k1")])
-def test_sequences_that_are_masked(kind: str, option: str) -> None:
+def test_sequences_that_are_masked() -> None:
     """verl bounds the inverse ratio, so bounds are given as each other's inverse. It also leaves masked tokens out of the
     mean's count; here they count."""
     samples = random_samples(7)
     data = samples.data
     config = configuration(
         use_importance_sampling_correction=True,
-        truncated_importance_sampling_type=kind,
+        truncated_importance_sampling_type="seq-mask-tis",
         truncated_importance_sampling_ratio=1.15,
         truncated_importance_sampling_ratio_min=1 / 1.15,
     )
     gap = data["prev_logprobs"] - data["generation_logprobs"]
-    kept, _ = compute_rollout_rejection_mask(gap, samples.mask, option, f"{1 / 1.15}_{1.15}")
-    ours = importance_weights(gap.exp(), data, config.loss_fn)
+    kept, _ = compute_rollout_rejection_mask(gap, samples.mask, "seq_mean_k1", f"{1 / 1.15}_{1.15}")
+    ours = importance_weights(gap, TokenBatch(gap, samples.mask, data, config.loss_fn))
     torch.testing.assert_close(ours * samples.mask, gap.exp() * kept)
     assert 0 < float(kept.sum()) < float(samples.mask.sum())
 
@@ -190,7 +189,7 @@ def of_rows(advantages: Tensor, mask: Tensor) -> np.ndarray[Any, Any]:
 def test_grpo_advantages(normalize: bool) -> None:
     table, rewards, mask, index = outcome(0)
     theirs, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=normalize)
-    ours = group_advantages(table, leave_one_out=False, normalize=normalize, std="group")
+    ours = group_advantages(table, leave_one_out=False, normalize=normalize)
     np.testing.assert_allclose(ours, of_rows(theirs, mask), atol=1e-6)
     assert not ours[2].any()
 
@@ -202,28 +201,19 @@ def test_rloo_advantages() -> None:
     np.testing.assert_allclose(ours, of_rows(theirs, mask), atol=1e-6)
 
 
-@pytest.mark.parametrize("baseline", [True, False])
-def test_reinforce_plus_plus_advantages(baseline: bool) -> None:
-    """verl whitens over tokens, so long responses count more; here each response counts once unless it is whitened again.
-
-    Equal lengths agree.
-    """
+def test_reinforce_plus_plus_advantages() -> None:
+    """verl whitens over tokens, so long responses count more; here each response counts once. Equal lengths agree."""
     table, rewards, mask, index = outcome(2)
-    ours = batch_advantages(table, baseline=baseline, valid=np.ones_like(table), epsilon=0)
+    ours = batch_advantages(table, np.ones_like(table))
 
     def theirs(rewards: Tensor, mask: Tensor) -> Any:
-        if baseline:
-            return core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)[0]
-        config = type("Config", (), {"gamma": 1.0})
-        return core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)[0]
+        return core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)[0]
 
     assert np.abs(ours - of_rows(theirs(rewards, mask), mask)).max() > 0.01
-    again = whitened(ours.reshape(-1, 1) * mask.numpy(), mask.numpy())  # `advantage.whiten_over: tokens`
-    np.testing.assert_allclose(again, theirs(rewards, mask) * mask, atol=2e-6)
     full = torch.ones(ROWS, WIDTH)
     same = torch.tensor(rewards_at_end(table.reshape(-1), full.numpy()), dtype=torch.float32)
     freedom = np.sqrt((ROWS * WIDTH - 1) / (ROWS * WIDTH) * ROWS / (ROWS - 1))  # tokens, or responses, less one
-    np.testing.assert_allclose(ours * freedom, of_rows(theirs(same, full), full), atol=1e-6)
+    np.testing.assert_allclose(ours * freedom, of_rows(theirs(same, full), full), atol=1e-5)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])

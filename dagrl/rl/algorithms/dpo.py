@@ -1,9 +1,6 @@
 """Direct preference optimization.
 
-Sources: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290, equation 7; label smoothing: Mitchell
-2023, "A note on DPO with noisy preferences", https://ericmitchell.ai/cdpo.pdf, equation 3; the likelihood of the chosen
-answers: Pang et al. 2024, "Iterative Reasoning Preference Optimization", arXiv:2404.19733, equation 1, averaged over tokens
-as in TRL.
+Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290, equation 7.
 """
 
 from __future__ import annotations
@@ -29,11 +26,7 @@ class Dpo(PreferenceAlgorithm):
         """
         from torch.nn.functional import logsigmoid
 
-        config = self.config.preference
-        chosen, rejected = config.beta * pairs.chosen_ratio, config.beta * pairs.rejected_ratio
-        margin = chosen - rejected
-        loss = -(1 - config.label_smoothing) * logsigmoid(margin) - config.label_smoothing * logsigmoid(-margin)
+        beta = self.config.preference.beta
+        chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
         likelihood = -pairs.chosen * len(pairs.chosen) / pairs.chosen_tokens.sum()  # its mean is that over tokens
-        if config.sft_loss_weight:
-            loss = loss + config.sft_loss_weight * likelihood
-        return loss, {**compared(chosen, rejected), "preference/chosen_nll": likelihood}
+        return -logsigmoid(chosen - rejected), {**compared(chosen, rejected), "preference/chosen_nll": likelihood}

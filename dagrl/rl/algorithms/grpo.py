@@ -77,7 +77,7 @@ class Grpo(Algorithm):
 
         gap = torch.where(batch.mask > 0, batch.old_logprobs - batch.generation_logprobs, 0.0)
         ratio = torch.exp(gap)
-        corrected = importance_weights(ratio, batch.columns, self.config.loss_fn)
+        corrected = importance_weights(gap, batch)
         bounded = (corrected != ratio).to(ratio.dtype)
         return corrected, {"sampling_importance_ratio": ratio, "is_oob_ratio": bounded}
 

@@ -1,7 +1,7 @@
 """A reward model: one score for each answer, by the Bradley-Terry model of preferences.
 
 Sources: Bradley and Terry 1952, "Rank Analysis of Incomplete Block Designs"; Ouyang et al. 2022, arXiv:2203.02155, equation
-1; the term that centers scores: Eisenstein et al. 2023, "Helping or Herding?", arXiv:2312.09244, section 2.
+1.
 """
 
 from __future__ import annotations
@@ -27,8 +27,4 @@ class RewardModel(PreferenceAlgorithm):
         """
         from torch.nn.functional import logsigmoid
 
-        loss = -logsigmoid(pairs.chosen - pairs.rejected)
-        weight = self.config.preference.center_rewards_coefficient
-        if weight:
-            loss = loss + weight * (pairs.chosen + pairs.rejected) ** 2
-        return loss, compared(pairs.chosen, pairs.rejected)
+        return -logsigmoid(pairs.chosen - pairs.rejected), compared(pairs.chosen, pairs.rejected)

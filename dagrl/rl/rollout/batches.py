@@ -10,9 +10,7 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.config.settings import rows_per_sample
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.advantages import BATCH
 from dagrl.rl.algorithm import Algorithm, advantages_of
-from dagrl.rl.gae import whitened
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
 from dagrl.rl.routed_experts import NOTHING, ROUTED_EXPERTS, field_of
@@ -35,10 +33,6 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int,
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
     batch = train_batch(samples, advantages(algorithm, groups, step), valid, rows_per_sample(config), media=media)
-    chosen = config.advantage
-    if chosen.name == BATCH and chosen.whiten_over == "tokens" and not algorithm.critic:
-        over_tokens = whitened(batch["advantages"], batch["loss_mask"])
-        batch = batch.with_fields(advantages=over_tokens.astype(np.float32))
     batch = with_experts(config, batch, [sample.completion for sample in samples])
     return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
 

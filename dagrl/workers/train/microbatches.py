@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dagrl.data.media import MEDIA
-from dagrl.rl.losses import row_sums
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field_bytes
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.train.logprobs import scored_tokens
@@ -342,8 +341,6 @@ def _microbatches(
     by_token = {name: field for name, field in fields.items() if field.ndim == 2}
     media = _gather(by_token.pop(MEDIA), table.sources) if MEDIA in by_token else None
     by_row = {name: field for name, field in fields.items() if field.ndim == 1}
-    if "loss_mask" in by_token:
-        by_row |= {name: sums.flatten() for name, sums in row_sums({k: v[:, 1:] for k, v in by_token.items()}).items()}
     data = {name: _gather(field, table.following) for name, field in by_token.items()}
     data |= {name: _gather(field, table.rows) for name, field in by_row.items()}
     if "loss_mask" in data:

@@ -16,7 +16,7 @@ from dagrl.rl.algorithm import VALUE, advantages_of, algorithm_for, algorithm_of
 from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_end, whitened
 from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.batches import advantages, scored_batch
+from dagrl.rl.rollout.batches import advantages
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.token_losses import TokenResult
@@ -90,14 +90,14 @@ def test_a_leave_one_out_baseline_divides_by_the_deviation_of_the_others_as_nemo
     for row, column in np.ndindex(*rewards.shape):
         others = np.delete(rewards[row], column)
         expected[row, column] = (rewards[row, column] - others.mean()) / (others.std(ddof=1) + 1e-6)
-    actual = group_advantages(rewards, leave_one_out=True, normalize=True, std="others")
+    actual = group_advantages(rewards, leave_one_out=True, normalize=True)
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("others", "best"), [(0.0, 1.0), (88.8, 88.9), (95.3, 95.4)])
 def test_equal_rewards_of_the_others_have_no_deviation(others: float, best: float) -> None:
     """NeMo-RL divides only where the deviation of the others is positive. Their mean may round."""
-    actual = group_advantages([[others] * 4 + [best]], leave_one_out=True, normalize=True, std="others")
+    actual = group_advantages([[others] * 4 + [best]], leave_one_out=True, normalize=True)
     assert actual[0, -1] == pytest.approx(best - others)
     rest = np.array([others] * 3 + [best])
     np.testing.assert_allclose(actual[0, :-1], (others - rest.mean()) / (rest.std(ddof=1) + 1e-6))
@@ -105,36 +105,14 @@ def test_equal_rewards_of_the_others_have_no_deviation(others: float, best: floa
 
 def test_advantages_of_the_batch_are_whitened_rewards() -> None:
     rewards, valid = np.array([[1.0, 0, 0], [5, 4, 9]]), np.array([[True] * 3, [True, True, False]])
-    actual = batch_advantages(rewards, baseline=False, valid=valid)
-    inside = rewards[valid]
-    np.testing.assert_allclose(actual[valid], (inside - inside.mean()) / (inside.std(ddof=1) + 1e-6))
+    actual = batch_advantages(rewards, valid)
+    inside = np.array([2 / 3, -1 / 3, -1 / 3, 0.5, -0.5])  # less the mean of the valid ones of each row
+    np.testing.assert_allclose(actual[valid], inside / (inside.std(ddof=1) + 1e-6))
     assert actual[1, 2] == 0
-    centered = batch_advantages(rewards, baseline=True, valid=valid)
-    assert centered[1, 0] > 0 > centered[1, 1] and abs(centered[valid].mean()) < 1e-12
 
 
 def config_of(**keys: object) -> Config:
     return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, "advantage": keys})
-
-
-@pytest.mark.parametrize("baseline", [True, False])
-def test_advantages_of_the_batch_may_be_whitened_over_tokens(baseline: bool) -> None:
-    """As verl's `masked_whiten` of a table with a response's value at each of its tokens."""
-    values, lengths = np.array([[1.0, 0, 0.5], [5, 4, 9]]), [3, 1, 7, 2, 2, 5]
-    groups = []
-    for number, row in enumerate(values):
-        columns = [([5] * length, [-1.0] * length, [0] * length, [True] * length) for length in lengths[3 * number :][:3]]
-        made = [Episode(PROMPT, 0, 9, *column) for column in columns]
-        samples = [Sample(PROMPT, episode, "") for episode in made]
-        rewards = Rewards(row, np.ones(3, np.bool_))
-        groups.append(ScoredGroup(RolloutGroup(number, number, made), samples, rewards, row, np.ones(3, np.bool_)))
-    keys = {"name": "batch", "group_baseline": baseline, "whiten_over": "tokens"}
-    config = config_of(**keys).model_copy(update={"grpo": GrpoConfig(num_prompts_per_step=2, num_generations_per_prompt=3)})
-    actual = scored_batch(algorithm_of(config), groups, 1)
-    tokens = np.repeat((values - values.mean(1, keepdims=True) * baseline).reshape(-1), lengths)
-    expected = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(actual["advantages"][actual["loss_mask"] > 0], expected, atol=1e-6)
-    assert not actual["advantages"][actual["loss_mask"] == 0].any()
 
 
 def scaled(rewards: np.ndarray, valid: np.ndarray, *, factor: float = 1.0) -> np.ndarray:

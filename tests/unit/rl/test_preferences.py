@@ -69,19 +69,6 @@ def trl_sigmoid(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
     return -logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def trl_conservative(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
-    """TRL's `aot_pair` smoothing applied to unsorted pairs: conservative DPO, with a label smoothing of 0.1."""
-    chosen, rejected = (logps - reference).chunk(2)
-    delta = BETA * (chosen - rejected)
-    return (-logsigmoid(delta) * (1 - 0.1) - logsigmoid(-delta) * 0.1).mean()
-
-
-def trl_sigmoid_and_sft(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
-    """`loss_type=["sigmoid", "sft"]`, `loss_weights=[1, 0.5]`: the second is the mean over the chosen answers' tokens."""
-    likelihood = -logps.chunk(2)[0].sum() / tokens.chunk(2)[0].sum()
-    return trl_sigmoid(logps, reference, tokens) + 0.5 * likelihood
-
-
 def trl_ipo(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
     """`loss_type="ipo"`."""
     chosen, rejected = ((logps - reference) / tokens).chunk(2)
@@ -94,19 +81,10 @@ def trl_reward(scores: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
     return -logsigmoid(chosen - rejected).mean()
 
 
-def trl_centered_reward(scores: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
-    """The same with `center_rewards_coefficient=0.01`."""
-    chosen, rejected = scores.chunk(2)
-    return trl_reward(scores, reference, tokens) + 0.01 * ((chosen + rejected) ** 2).mean()
-
-
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 FORMULAS: dict[str, tuple[Config, Formula]] = {
     "sigmoid": (config_of(beta=BETA), trl_sigmoid),
-    "conservative": (config_of(beta=BETA, label_smoothing=0.1), trl_conservative),
-    "with likelihood": (config_of(beta=BETA, sft_loss_weight=0.5), trl_sigmoid_and_sft),
     "reward": (config_of("reward_model"), trl_reward),
-    "centered reward": (config_of("reward_model", center_rewards_coefficient=0.01), trl_centered_reward),
     "a user's": (config_of(Ipo, beta=BETA), trl_ipo),
 }
 

@@ -252,9 +252,6 @@ models.train.model_name=a -> models (command line) ... names of roles, which 'tr
 models.teacher.model_name=no/such/teacher -> models.teacher.model_name ... 'no/such/teacher' is not a directory
 loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 ->
     loss_fn.force_on_policy_ratio is true ... several optimizer steps ... Set policy.train_global_batch_size=
-loss_fn={force_on_policy_ratio: true, use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2,
-    truncated_importance_sampling_type: seq-mask-tis} ->
-    loss_fn (command line): force_on_policy_ratio is true ... 'seq-mask-tis' ... choose tis or icepop
 policy.generation.colocated.enabled=true; policy.reference_weights=device ->
     policy.reference_weights is 'device' ... set policy.reference_weights to host
 policy.generation.vllm_kwargs={enforce_eager: true} -> vllm_kwargs sets enforce_eager ... vllm_cfg
