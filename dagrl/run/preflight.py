@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count
-from dagrl.rl.algorithm import KEY, columns_by_phase, planned_algorithm
+from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
@@ -87,7 +86,7 @@ from dagrl.run.model import (
 from dagrl.run.plans import load_phase, run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
-from dagrl.runtime.graph import Constant, Node, PhaseGraph
+from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import check_worker_class
 from dagrl.telemetry.metrics import VALIDATION
@@ -182,9 +181,8 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     check_run_directory(paths)
     require_writable(paths.directory, f"output_dir {config.output_dir}")
     resumed = CheckpointStore(paths.checkpoints).latest() if checkpoints and config.checkpointing.resume else None
-    graphs = trace_phases(config, plan, workers)
+    trace_phases(config, plan, workers)
     if plan.generates:
-        _check_columns(config, plan, graphs, workers)
         _check_rewards(config)
     _check_sets(config, plan)
     if plan.learns_from != "preferences":
@@ -356,35 +354,6 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
             f"phase in the `columns` of {config.algorithm}"
         )
     return graphs
-
-
-def _check_columns(config: Config, plan: RunPlan, graphs: Mapping[str, PhaseGraph], workers: Mapping[str, type]) -> None:
-    """Raises ConfigError for a column of the algorithm that its phase does not compute.
-
-    The attribute `columns` of a worker class says what its methods compute. The first step checks phases with other methods.
-    """
-    for phase, columns in columns_by_phase(planned_algorithm(plan)).items():
-        calls = [_columns_of(node, workers[node.worker.role]) for node in graphs[phase].nodes if node.method]
-        computed = list(dict.fromkeys(name for names in calls for name in names or ()))
-        if None not in calls and (missing := [name for name in columns if name not in computed]):
-            raise ConfigError(
-                f"{KEY}: {config.algorithm} takes the column {missing[0]!r} from the phase {phase}, which computes "
-                f"{' and '.join(computed) or 'none'}; name one of these, or pass the phase's worker another name"
-            )
-
-
-def _columns_of(node: Node, worker: type) -> tuple[str, ...] | None:
-    """Returns the columns that a node's call computes; None if the class that defines the method does not say it."""
-    says = next((base for base in worker.__mro__ if node.method in vars(base).get("columns", ())), None)
-    if node.kind == "spread" or says is None or getattr(says, node.method, None) is not getattr(worker, node.method):
-        return None
-    rules: Mapping[str, Callable[[Mapping[str, object]], tuple[str, ...]]] = vars(says)["columns"]
-    values = [argument.value if isinstance(argument, Constant) else None for argument in node.args]
-    positional = [None] if node.kind == "reduce" else values[: len(values) - len(node.keywords)]
-    named = dict.fromkeys(node.keywords) | dict(node.constants)
-    call = inspect.signature(getattr(worker, node.method)).bind(None, *positional, **named)  # without its self
-    call.apply_defaults()
-    return rules[node.method](call.arguments)
 
 
 def _check_metric(inputs: Inputs, plan: RunPlan) -> None:

@@ -49,7 +49,7 @@ class KeptLogprobs:
             if missing:
                 raise RunError(
                     f"step {self._step:g} trains on {len(missing)} rows whose {name} this worker does not hold, the first "
-                    f"with row_id {missing[0]}; replay the log-probability phases on the same rows and shards first"
+                    f"with row_id {missing[0]}; name a phase that computes {name} in the algorithm's `columns`"
                 )
         mask, fields = batch["loss_mask"], {name: array for name, array in batch.fields.items() if name != "row_ids"}
         fields |= {name: self._column(name, batch) * mask for name in columns}

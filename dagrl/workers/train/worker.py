@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
@@ -60,17 +60,6 @@ RECORDED = ("prev_logprobs", "reference_logprobs", "entropy")
 """Kept columns that the driver reads for `rollouts/` and for a KL in the reward."""
 
 
-COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
-    "logprobs": lambda call: ("logprobs", "entropy") if call["column"] is None else (call["column"],),
-    "top_logprobs": lambda call: tuple(
-        f"top_{what}_{place}" for place in range(call["count"]) for what in ("ids", "logprobs")
-    ),
-    "keep_logprobs": lambda call: ("prev_logprobs", "entropy") if call["model"] == "policy" else ("reference_logprobs",),
-    "merge_rows": lambda call: (),
-}
-"""The names of the columns that a call of each method returns or keeps, by its arguments."""
-
-
 class TrainWorker:
     """Steps, log-probabilities, refits and files of one rank's part of the policy, by `context.layout`."""
 
@@ -80,8 +69,6 @@ class TrainWorker:
 
     supports: ClassVar[frozenset[str]] = frozenset(OPTIONAL_SETTINGS) - {"worker_args"}
     """The settings of `policy` that the class has, of those that not every train worker has."""
-
-    columns: ClassVar = COLUMNS
 
     scalar: ClassVar[bool] = False
     """Whether the model gives one number per token: see `ValueWorker`."""
@@ -408,7 +395,7 @@ class TrainWorker:
         One worker of the shard returns them (last stage, tp 0, cp 0); the others return None. Both are of the distribution
         that generation samples from: logits divided by its temperature.
         """
-        return self._result(batch, self._logprobs(batch, model), *COLUMNS["logprobs"]({"column": column}))
+        return self._result(batch, self._logprobs(batch, model), *(("logprobs", "entropy") if column is None else (column,)))
 
     def top_logprobs(self, batch: Batch, count: int, model: ModelName = "policy") -> Batch | None:
         """Returns the `count` likeliest tokens in place of each token, likeliest first: `top_ids_0`, `top_logprobs_0`, ...
@@ -424,7 +411,8 @@ class TrainWorker:
                 return output.new_zeros(()), tuple(column.float() for pair in head.top(output, count) for column in pair)
 
             columns = self._columns(batch, chosen, score)
-        return self._result(batch, columns, *COLUMNS["top_logprobs"]({"count": count}))
+        names = (f"top_{what}_{place}" for place in range(count) for what in ("ids", "logprobs"))
+        return self._result(batch, columns, *names)
 
     def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
@@ -441,7 +429,8 @@ class TrainWorker:
         """
         if renew_every and not in_warmup() and batch.number("step") % renew_every == 1 % renew_every:
             self.snapshot_reference()
-        columns, names = self._logprobs(batch, model), COLUMNS["keep_logprobs"]({"model": model})
+        columns = self._logprobs(batch, model)
+        names = ("prev_logprobs", "entropy") if model == "policy" else ("reference_logprobs",)
         if columns and not in_warmup():
             self._kept.keep(batch, **{name: column.cpu().numpy() for name, column in zip(names, columns, strict=False)})
 

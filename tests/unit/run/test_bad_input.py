@@ -17,7 +17,6 @@ import pytest
 import torch  # noqa: F401  # its logger keeps the standard error of its import, which a test would close
 import yaml
 
-from dagrl import Algorithm
 from dagrl.cli.main import main
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.file import load_config
@@ -244,9 +243,6 @@ algorithm=ppo; policy.worker=dagrl.workers.megatron:MegatronValueWorker; policy.
     train workers:  ... peft.enabled is true, but adapters alone would leave
 algorithm=ppo; critic.model_name=no/such/critic -> critic.model_name ... 'no/such/critic' is not a directory
 algorithm=sft; models.teacher.model_name=a -> models.teacher is set, but algorithm sft learns from demonstrations
-algorithm=HERE:Misread -> takes the column 'logprobs' from the phase logprobs, which computes prev_logprobs and entropy
-algorithm=HERE:Misnamed; models.tutor.model_name=a ->
-    takes the column 'mine' from the phase HERE:tutor_logprobs, which computes tutor
 models.tutor.model_name=a -> models.tutor is set, but no phase of the run has a Shard named 'tutor'
 models.train.model_name=a -> models (command line) ... names of roles, which 'train' cannot be
 models.teacher.model_name=no/such/teacher -> models.teacher.model_name ... 'no/such/teacher' is not a directory
@@ -354,19 +350,6 @@ class Checked(MegatronWorker):
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         raise KeyError("hidden")
-
-
-class Misread(Algorithm):
-    columns = {"logprobs": "logprobs"}
-
-
-class Misnamed(Algorithm):
-    columns = {"mine": f"{__name__}:tutor_logprobs"}
-
-
-@phase
-def tutor_logprobs(tutor: Shard, batch: Input) -> Value:
-    return tutor.reduce("merge_rows", tutor.map("logprobs", batch, column="tutor"))
 
 
 @phase
