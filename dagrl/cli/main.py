@@ -328,11 +328,10 @@ def _inspect(options: argparse.Namespace) -> None:
         _print(inspect_time(config, options.time, options.completion))
         return
     derived = derive_from_machine(config)
-    policy = derived.config.policy
-    if derived.open("policy.max_total_sequence_length") and not policy.sequence_buckets:
+    if derived.open("policy.max_total_sequence_length"):
         logger.warning(
             "policy.max_total_sequence_length is not set: buckets are shown with %d tokens; a run derives it from its data",
-            policy.max_total_sequence_length,
+            derived.config.policy.max_total_sequence_length,
         )
     _print(inspect_config(derived.config, options.phase))
 

@@ -217,25 +217,29 @@ def by_rows(size: int) -> Callable[[Tensor], list[Tensor]]:
 
 def by_tokens_in_cp_order(tensor: Tensor) -> list[Tensor]:
     """Returns Megatron's two context-parallel slices: rank 0 has chunks 0 and 3 of 4, rank 1 chunks 1 and 2."""
-    if tensor.shape[1] == 1:  # the sum of a row
-        return [tensor, tensor]
     first, second, third, fourth = tensor.chunk(4, dim=1)
     return [torch.cat([first, fourth], dim=1), torch.cat([second, third], dim=1)]
 
 
-SPLITS = {"one row": by_rows(1), "two rows": by_rows(2), "uneven": by_rows(4), "context parallel": by_tokens_in_cp_order}
+SPLITS = {"one row": by_rows(1), "two rows": by_rows(2), "uneven": by_rows(4)}
+LEVELS = {
+    "token level": LossConfig(reference_policy_kl_penalty=0.1, ratio_clip_max=0.3),
+    "sequence level": LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
+    "sequence masks": CORRECTIONS["sequence masks"],
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS.keys())
 @pytest.mark.parametrize(
-    "config",
+    ("split", "config"),
     [
-        LossConfig(reference_policy_kl_penalty=0.1, ratio_clip_max=0.3),
-        LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
-        CORRECTIONS["sequence masks"],
+        *(
+            pytest.param(split, config, id=f"{level}, {how}")
+            for level, config in LEVELS.items()
+            for how, split in SPLITS.items()
+        ),
+        pytest.param(by_tokens_in_cp_order, LEVELS["token level"], id="context parallel"),  # sequences need a group
     ],
-    ids=["token level", "sequence level", "sequence masks"],
 )
 def test_the_split_of_the_batch_does_not_matter(
     name: str, split: Callable[[Tensor], list[Tensor]], config: LossConfig
