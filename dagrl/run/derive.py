@@ -133,7 +133,7 @@ def derive_from_data(
     """
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
-        _unpack_states(derived, hf_config)
+        _unpack_unseparated(derived, hf_config)
         _fit_microbatches(derived, hf_config, weight_bytes)
         if derived.colocated:
             _fit_shared_cache(derived, hf_config, weight_bytes)
@@ -377,13 +377,13 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
         )
 
 
-def _unpack_states(derived: Derived, hf_config: Mapping[str, Json]) -> None:
-    """Packs no rows of a model through whose layers sequences would see each other."""
+def _unpack_unseparated(derived: Derived, hf_config: Mapping[str, Json]) -> None:
+    """Packs no rows of a model in which their sequences would see each other."""
     packing, policy = "policy.sequence_packing.enabled", derived.config.policy
     if policy.backend == "fsdp" and policy.sequence_packing.enabled and derived.open(packing, "policy.worker"):
-        named = load_attribute("dagrl.workers.fsdp.checks:layers_with_a_state", FSDP)
-        if layers := cast(Callable[..., str], named)(policy, hf_config):
-            derived.set(packing, False, f"sequences of a row would see each other through {layers}")
+        named = load_attribute("dagrl.workers.fsdp.checks:unpackable", FSDP)
+        if what := cast(Callable[..., str], named)(derived.config, hf_config):
+            derived.set(packing, False, f"sequences of a row would see each other through {what}")
 
 
 def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:

@@ -92,7 +92,8 @@ class FsdpBackend:
 
         from dagrl.workers.fsdp.lora import Adapters
         from dagrl.workers.fsdp.media import make_media_inputs
-        from dagrl.workers.fsdp.model import Meshes, check_context, check_separation, init_scalar_head, load_model
+        from dagrl.workers.fsdp.model import Meshes, check_context, init_scalar_head, load_model
+        from dagrl.workers.fsdp.separation import check_separation
         from dagrl.workers.fsdp.trainer import ShardedModel
 
         spec = self._spec

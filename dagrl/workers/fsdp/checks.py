@@ -12,6 +12,7 @@ from packaging.version import Version
 from dagrl.config import Config, Json, MegatronConfig, PolicyConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
+from dagrl.machine import gpu_count
 from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
@@ -62,6 +63,26 @@ def layers_with_a_state(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> 
     return "layers with a recurrent state" if find_class(policy, model, scalar=scalar)._is_stateful else ""
 
 
+def unpackable(config: Config, hf_config: Mapping[str, Json]) -> str:
+    """Names that through which sequences of a packed row would see each other; empty if there is nothing."""
+    policy = config.policy
+    if layers := layers_with_a_state(policy, hf_config):
+        return layers
+    import torch
+
+    from dagrl.workers.fsdp.architecture import find_class, find_config
+    from dagrl.workers.fsdp.attention import default_attention
+    from dagrl.workers.fsdp.separation import unseparated
+
+    scalar, cluster = bool(hf_config.get(SCALAR_HEAD)), config.cluster
+    model = find_config(policy, hf_config, scalar=scalar)
+    kind, chosen = find_class(policy, model, scalar=scalar), policy.fsdp_cfg.attn_implementation
+    on_gpus = bool(gpu_count() if cluster.num_gpus is None else cluster.num_gpus) and cluster.gpus_per_worker != 0
+    if chosen is None and on_gpus:
+        chosen = default_attention(kind, model, torch.device("cuda"), policy.precision)
+    return unseparated(kind, model, chosen, images=config.data.images.enabled)
+
+
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model that cannot be built, or not in this layout."""
     check_settings(config)
@@ -103,8 +124,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             f"policy.fsdp_cfg.context_parallel_size is {layout.cp}, but the model has {what}, which need whole rows; set it "
             "to 1"
         )
-    if policy.sequence_packing.enabled and what:
+    if policy.sequence_packing.enabled and (reason := unpackable(config, hf_config)):
         raise ConfigError(
-            f"policy.sequence_packing.enabled is true, but sequences of one row would see each other in the "
-            f"model, which has {what}; set it to false"
+            "policy.sequence_packing.enabled is true, but sequences of one row would see each other in the model, which has "
+            f"{reason}; set it to false"
         )

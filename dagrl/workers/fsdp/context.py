@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,22 +39,14 @@ class Context:
         self._net = net
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.enabled = True
-        classes = {kind for part in net.modules() for kind in type(part).__mro__}
-        names = {kind.__module__ for kind in classes} - {AttentionInterface.__module__}
-        self._homes = [sys.modules[name] for name in sorted(names)]
-        self._makers = [
-            (home, name, maker)
-            for home in self._homes
-            for name, maker in vars(home).items()
-            if name.startswith("create_") and getattr(maker, "__module__", None) == masking_utils.__name__
-        ]
+        self._makers = mask_makers(net)
         for part in net.modules():
             object.__setattr__(part, _ATTRIBUTE, self)
         _exchange_in_attention()
 
     def check(self, tensor_parallel: int) -> None:
         """Raises ConfigError for a model that cannot be split, as far as can be known without running it."""
-        if not any(isinstance(one, AttentionInterface) for home in self._homes for one in vars(home).values()):
+        if not any(isinstance(one, AttentionInterface) for home in _homes(self._net) for one in vars(home).values()):
             raise ConfigError(
                 f"policy.fsdp_cfg.context_parallel_size is {self.size}, but {type(self._net).__name__} computes attention "
                 "itself, not by an implementation of transformers; set it to 1"
@@ -96,7 +89,7 @@ class Context:
         def of_rows(maker: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(maker)
             def make(*args: Any, **kwargs: Any) -> Any:
-                given = inspect.signature(maker).bind(*args, **kwargs).arguments
+                given = given_arguments(maker, args, kwargs)
                 states = given["inputs_embeds"]  # of which a mask has the sizes
                 given["inputs_embeds"] = states[:, :1].expand(-1, positions.shape[1], -1)
                 if given.get("position_ids") is not None:
@@ -105,13 +98,8 @@ class Context:
 
             return make
 
-        for home, name, maker in self._makers:
-            setattr(home, name, of_rows(maker))
-        try:
+        with replaced(self._makers, of_rows):
             yield
-        finally:
-            for home, name, maker in self._makers:
-                setattr(home, name, maker)
 
     def attend(
         self,
@@ -155,6 +143,43 @@ class Context:
     def _exchange(self, parts: Tensor) -> Tensor:
         received: Tensor = _Exchange.apply(parts.contiguous(), self.group)  # type: ignore[no-untyped-call]
         return received
+
+
+MaskMaker = tuple[ModuleType, str, Callable[..., Any]]
+"""One of transformers' functions that make masks, and where a model's code finds it: a module, and its name there."""
+
+
+def mask_makers(net: nn.Module) -> list[MaskMaker]:
+    """Returns the functions by which a model makes masks of attention."""
+    return [
+        (home, name, maker)
+        for home in _homes(net)
+        for name, maker in vars(home).items()
+        if name.startswith("create_") and getattr(maker, "__module__", None) == masking_utils.__name__
+    ]
+
+
+@contextmanager
+def replaced(makers: list[MaskMaker], other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Context in which the model calls `other(maker)` in place of each of `makers`."""
+    for home, name, maker in makers:
+        setattr(home, name, other(maker))
+    try:
+        yield
+    finally:
+        for home, name, maker in makers:
+            setattr(home, name, maker)
+
+
+def given_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by their names."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments
+
+
+def _homes(net: nn.Module) -> list[ModuleType]:
+    """Returns the modules with the code of a model."""
+    classes = {kind for part in net.modules() for kind in type(part).__mro__}
+    return [sys.modules[name] for name in sorted({kind.__module__ for kind in classes} - {AttentionInterface.__module__})]
 
 
 ROW_POSITIONS = "row_positions"

@@ -49,6 +49,24 @@ def make_media_inputs(net: Any, config: Config) -> MediaInputs:
     return inputs
 
 
+def takes_types(base: nn.Module) -> bool:
+    """Whether tokens of an image see each other, so that the model says in masks which ones they are."""
+    return "token_type_ids" in inspect.signature(base.forward).parameters
+
+
+def has_ropes(base: nn.Module) -> bool:
+    """Whether tokens of an image have positions in several dimensions."""
+    return hasattr(base, "get_rope_index")
+
+
+def row_positions(base: nn.Module, positions: Tensor) -> Tensor:
+    """Returns positions [b, s] as a model takes them that has others for images: next to those of its own, [4, b, s].
+
+    Sequences of a row are told apart by the first ones, those of text.
+    """
+    return positions[None].expand(4, *positions.shape) if has_ropes(base) else positions
+
+
 class MediaInputs:
     """Makes the arguments of `base`, the part of a model below its head. `open_image` returns an image by its id."""
 
@@ -65,17 +83,16 @@ class MediaInputs:
         embedding: nn.Module = cast(Any, base).get_input_embeddings()
         embedding.register_forward_pre_hook(self._embed_as_given)
         self._known = {*inspect.signature(base.forward).parameters} - {"input_ids", "attention_mask", "position_ids"}
-        self.masks = "token_type_ids" in self._known  # tokens of an image see each other
+        self.masks = takes_types(base)
         self._placeholders = sorted(processor.image_token_ids)
-        self._ropes = hasattr(base, "get_rope_index")  # positions of images in several dimensions, and features of each
+        self._ropes = has_ropes(base)  # and features of each image
         self._repeats: list[int] = []  # the number of each image of a microbatch among different ones, if some are equal
 
     def arguments(self, tokens: Tensor, positions: Tensor, media: Tensor) -> dict[str, Any]:
         """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""
         types = (media != 0).int()
         arguments: dict[str, Any] = {name: types for name in TYPES if name in self._known}
-        # Sequences of a row are told apart by positions of text, next to which models with others want their own.
-        arguments["position_ids"] = positions[None].expand(4, *positions.shape) if self._ropes else positions
+        arguments["position_ids"] = row_positions(self._base, positions)
         firsts, sequences = media < 0, (positions == 0).flatten().cumsum(0).view(positions.shape)
         shown = zip(sequences[firsts].tolist(), (-media[firsts]).tolist(), strict=True)
         groups = [[medium for _, medium in own] for _, own in groupby(shown, key=itemgetter(0))]

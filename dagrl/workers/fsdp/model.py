@@ -271,27 +271,6 @@ def fill(name: str, parameter: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def check_separation(root: HiddenStates, device: torch.device) -> None:
-    """Raises ConfigError if a sequence of a packed row sees the one before it. A collective."""
-    first, second = 9, 7
-    positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
-    tokens = torch.arange(first + second, device=device)[None] % root.net.config.get_text_config().vocab_size
-    others = torch.where(torch.arange(first + second, device=device) < first, tokens.flip(1), tokens)
-    starts = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
-    segments = Segments((first, second), (first, second), starts, starts, None)
-    media = None if root.media is None else torch.zeros_like(tokens)
-    with nullcontext() if root.context is None else root.context.disabled():
-        one, other = (root(row, positions, segments, media=media)[0, first:].float() for row in (tokens, others))
-    reshard(root)
-    if (one - other).norm() > 0.02 * one.norm():  # experts see another batch, and round differently
-        attention = root.net.config._attn_implementation
-        raise ConfigError(
-            f"sequences of a packed row see each other in {type(root.net).__name__} with attn_implementation {attention}; "
-            "set policy.sequence_packing.enabled=false, or another policy.fsdp_cfg.attn_implementation"
-        )
-
-
-@torch.no_grad()
 def check_context(root: HiddenStates, device: torch.device, *, packed: bool) -> None:
     """Raises ConfigError if context-parallel ranks do not compute what a rank does that has the whole row. A collective."""
     context = root.context

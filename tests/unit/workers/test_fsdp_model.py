@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dagrl.config import Config, FsdpConfig, Json
-from dagrl.errors import CheckpointError, UserError
+from dagrl.errors import CheckpointError, ConfigError, UserError
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
@@ -120,6 +121,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
         "attn_implementation flash_attention_3: ImportError",
     ),
     "packed": ({"sequence_packing": {"enabled": True}}, LFM2, "see each other in the model, which has layers of type conv"),
+    "packed masks": (
+        {"sequence_packing": {"enabled": True}},
+        {"model_type": "gpt_oss", **SIZES, "num_local_experts": 4},
+        r"which has masks that are not made from positions \(attn_implementation eager\); set it to false",
+    ),
     "megatron_cfg": (
         {"megatron_cfg": {"tensor_model_parallel_size": 2}},
         QWEN3,
@@ -138,6 +144,36 @@ def test_bad_input_is_one_error_before_workers_start(case: str) -> None:
     policy, hf_config, message = BAD[case]
     with pytest.raises(UserError, match=message):
         FsdpWorker.check(config_of(policy), hf_config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "reason"),
+    [
+        ("gemma2", "sdpa", ""),
+        ("gemma2", "eager", ""),
+        ("bloom", "eager", "masks that are not made from positions"),
+        ("opt", "sdpa", "masks that are not made from positions"),
+        ("afmoe", "sdpa", "masks that are not made from positions"),
+        ("afmoe", "torch_varlen", ""),  # takes no masks
+        ("nemotron", "sdpa", ""),
+        ("nemotron", "torch_varlen", "attention that is not handed cu_seq_lens_q"),
+    ],
+)
+def test_a_models_code_tells_as_its_outputs_whether_packed_sequences_see_each_other(
+    kind: str, attention: str, reason: str
+) -> None:
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.separation import check_separation, unseparated
+
+    model = tiny(kind).eval()
+    assert unseparated(type(model), model.config, attention, images=False).partition(" (")[0] == reason
+    if attention != "torch_varlen":  # whose kernel CPUs lack
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)  # so that attention is seen
+        model.set_attn_implementation(attention)
+        root = HiddenStates(model)
+        with nullcontext() if not reason else pytest.raises(ConfigError, match="see each other"):
+            check_separation(root, torch.device("cpu"))
 
 
 def test_an_old_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,111 @@
+"""Whether sequences of a packed row see each other: by the model's code before a run, and by its outputs in workers.
+
+Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.utils.generic import ContextManagers
+
+from dagrl.errors import ConfigError
+from dagrl.workers.fsdp.attention import TORCH_VARLEN
+from dagrl.workers.fsdp.context import given_arguments, mask_makers, replaced
+from dagrl.workers.fsdp.media import row_positions, takes_types
+from dagrl.workers.fsdp.model import HiddenStates, reshard
+from dagrl.workers.fsdp.output import base_of
+from dagrl.workers.train.microbatches import Segments
+
+LENGTHS = 9, 7
+"""Tokens of the two sequences that are tried."""
+
+
+class _ReachedAttentionError(Exception):
+    pass
+
+
+def unseparated(kind: type[Any], config: Any, attention: str | None, *, images: bool) -> str:
+    """Says by what sequences see each other in a model with this attention, as far as its code tells; empty if by nothing.
+
+    The model runs without weights up to its first attention. A mask separates sequences if it is made from their positions;
+    kernels without masks do if they are handed positions, or (`torch_varlen`) the sequences' ends. `images`: rows have them.
+    """
+    try:
+        with ContextManagers(kind.get_init_context(torch.float32, False, False, False)):  # of `from_pretrained`
+            net = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except Exception:
+        return ""  # `dry_model` says why it cannot be built
+    base = base_of(net)
+    if images and attention == TORCH_VARLEN and takes_types(base):
+        net.set_attn_implementation("sdpa")
+    implementation = net.config._attn_implementation
+    named = f"attn_implementation {implementation}"
+    masks: list[bool] = []
+    handed: list[set[str]] = []
+
+    def recording(maker: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> None:
+            given = given_arguments(maker, args, kwargs)
+            masks.append(given.get("attention_mask") is None and given.get("position_ids") is not None)
+
+        return make
+
+    tokens = _positions().to("meta")
+    arguments = {"cu_seq_lens_q": tokens} if implementation == TORCH_VARLEN else {}
+    positions = row_positions(base, tokens) if images else tokens
+    with replaced(mask_makers(net), recording), _attention(handed):
+        try:
+            base(input_ids=tokens, position_ids=positions, use_cache=False, **arguments)
+        except Exception:  # noqa: S110  # masks are made first, and some layers do not run without weights
+            pass
+    if "flash" not in implementation and implementation != TORCH_VARLEN:
+        return "" if all(masks) else f"masks that are not made from positions ({named})"
+    needed = "cu_seq_lens_q" if implementation == TORCH_VARLEN else "position_ids"
+    return "" if all(needed in names for names in handed) else f"attention that is not handed {needed} ({named})"
+
+
+@contextmanager
+def _attention(handed: list[set[str]]) -> Iterator[None]:
+    """Context in which transformers' attention only says what it is handed, and ends the run."""
+    plain = AttentionInterface.get_interface
+
+    def attend(*_: Any, **kwargs: Any) -> None:
+        handed.append({name for name, value in kwargs.items() if value is not None})
+        raise _ReachedAttentionError
+
+    AttentionInterface.get_interface = lambda *_: attend
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = plain
+
+
+@torch.no_grad()
+def check_separation(root: HiddenStates, device: torch.device) -> None:
+    """Raises ConfigError if a sequence of a packed row sees the one before it. A collective."""
+    first, count = LENGTHS[0], sum(LENGTHS)
+    positions = _positions().to(device)
+    tokens = torch.arange(count, device=device)[None] % root.net.config.get_text_config().vocab_size
+    others = torch.where(torch.arange(count, device=device) < first, tokens.flip(1), tokens)
+    starts = torch.tensor([0, first, count], dtype=torch.int32, device=device)
+    segments = Segments(LENGTHS, LENGTHS, starts, starts, None)
+    media = None if root.media is None else torch.zeros_like(tokens)
+    with nullcontext() if root.context is None else root.context.disabled():
+        one, other = (root(row, positions, segments, media=media)[0, first:].float() for row in (tokens, others))
+    reshard(root)
+    if (one - other).norm() > 0.02 * one.norm():  # experts see another batch, and round differently
+        attention = root.net.config._attn_implementation
+        raise ConfigError(
+            f"sequences of a packed row see each other in {type(root.net).__name__} with attn_implementation {attention}; "
+            "set policy.sequence_packing.enabled=false, or another policy.fsdp_cfg.attn_implementation"
+        )
+
+
+def _positions() -> Tensor:
+    return torch.cat([torch.arange(length) for length in LENGTHS])[None]
