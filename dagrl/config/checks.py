@@ -9,7 +9,6 @@ import logging
 from typing import Literal
 
 from dagrl.config import Config, GenerationConfig, PolicyConfig
-from dagrl.config.kernel_checks import check_engine_settings
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN, role_config
 from dagrl.config.settings import (
@@ -37,7 +36,6 @@ def check_settings(config: Config, plan: RunPlan) -> None:
     _check_models(config, plan)
     _check_shared_gpus(config, plan)
     _check_training(config, plan)
-    check_engine_settings(config.policy)
     if config.policy.router_replay and not plan.generates:
         raise ConfigError(
             f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to false"

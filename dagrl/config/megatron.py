@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import NonNegativeFloat, PositiveInt
 
 from dagrl.config.section import Section, derived
@@ -73,10 +71,6 @@ class MegatronConfig(LayoutConfig):
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. Not with pipeline parallelism; each worker must have
     all experts."""
-
-    transformer_engine: Literal["auto", "always", "never"] = "auto"
-    """Whether Transformer Engine computes attention of packed rows. `auto`: where it is installed, on Hopper. `always`: an
-    error where it cannot be used at all."""
 
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
 

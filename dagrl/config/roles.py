@@ -35,7 +35,6 @@ def role_config(config: Config, role: str) -> Config:
 
 def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) -> PolicyConfig:
     """Returns the section `policy` with the model, layout and batches of `section`; open keys keep the policy's values."""
-    kernels = {"transformer_engine": policy.megatron_cfg.transformer_engine}
     update: dict[str, object] = {
         "worker": section.worker,
         "backend": section.backend,
@@ -43,7 +42,7 @@ def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) 
         "optimizer": OptimizerConfig(),
         "scheduler": SchedulerConfig(),
         "peft": PeftConfig(),
-        "megatron_cfg": MegatronConfig().with_keys({**kernels, **dict(section.megatron_cfg)}),
+        "megatron_cfg": MegatronConfig().with_keys(dict(section.megatron_cfg)),
         "fsdp_cfg": policy.fsdp_cfg.with_keys(dict(section.fsdp_cfg)),
     }
     if section.model_name is not None:

@@ -18,7 +18,6 @@ import numpy as np
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
-from dagrl.config.kernel_checks import check_engine
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import generation_config, phase_path
@@ -384,7 +383,6 @@ def check_machine(config: Config, plan: RunPlan) -> None:
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
     if config.cluster.address is None:
         check_ray_directory()
-        check_engine(config.policy, has_gpu=bool(gpus_here(config.cluster)))
 
 
 def _most_workers(config: Config) -> tuple[int | None, str]:

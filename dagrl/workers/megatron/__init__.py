@@ -4,7 +4,7 @@
 Where to find what:
 
     model      `architecture.py` reads `config.json`, `model.py` builds the layers: `attention.py`, `router.py`
-               and `experts.py`, and `lora.py` for adapters; `kernels.py` chooses what computes them
+               and `experts.py`, and `lora.py` for adapters
     training   `trainer.py` runs microbatches through Megatron's schedules and makes the optimizer step
     weights    `weights.py` says what each rank holds, `sharding.py` how a checkpoint has it
 """

@@ -10,7 +10,7 @@ them one by one. Imported only where Megatron is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,9 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.workers.train.cudnn_attention import cudnn_attention, faster
 from dagrl.workers.train.microbatches import Microbatch, RoutedTokens, Segments
-
-SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
-"""See `segment_attention`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
-        self.attend: SegmentAttention = segment_attention
         self.layer = layer_number - 1
         self.window: int | None = None
 
@@ -119,7 +115,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             both = gather_from_sequence_parallel_region(torch.stack((k, v), dim=1), group=self.group)
             k, v = both.index_select(0, segments.key_order).unbind(1)
         if self.window is None:
-            out = self.attend(q, k, v, segments, self.scale)
+            out = segment_attention(q, k, v, segments, self.scale)
         else:
             out = each_segment(q, k, v, segments, self.scale, self.window)
         return out.view(rows, tokens, -1).transpose(0, 1)

@@ -20,11 +20,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dagrl.config.kernel_checks import engine_version
 from dagrl.errors import ConfigError
 
 _MODULES = (
@@ -198,17 +198,19 @@ def _gather_unequal_parts() -> None:
 
 
 def import_engine() -> None:
-    """Imports Transformer Engine if it is installed. Raises ConfigError if it cannot be imported."""
+    """Imports Transformer Engine if it is installed, as Megatron does. Raises ConfigError if it cannot be imported."""
     import torch
 
-    if engine_version() is None:
+    try:
+        version = metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
         return
     try:
         _keep_cudnn(Path(torch.__file__).parents[1] / "nvidia" / "cudnn")
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # it checks its installation
         raise ConfigError(
-            f"Transformer Engine {engine_version()} is installed, but its import fails: {error}. Build it for this torch, "
+            f"Transformer Engine {version} is installed, but its import fails: {error}. Build it for this torch, "
             f"{torch.__version__}, or uninstall it"
         ) from error
 

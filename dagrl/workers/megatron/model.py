@@ -34,7 +34,6 @@ from dagrl.workers.megatron.architecture import Architecture
 from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
 from dagrl.workers.megatron.experts import GroupedExperts, LocalDispatcher, experts_last_first
 from dagrl.workers.megatron.groups import parallel_sizes
-from dagrl.workers.megatron.kernels import choose_attention
 from dagrl.workers.megatron.latent import LatentAttention
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
 from dagrl.workers.megatron.versions import do_without_engine, use_expert_parts
@@ -217,11 +216,10 @@ def build_model(
     do_without_engine()
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
-    attend = choose_attention(policy, device)
     for chunk in chunks:
         for part in chunk.modules():
             if isinstance(part, CausalAttention):
-                part.attend, window = attend, architecture.windows[part.layer]
+                window = architecture.windows[part.layer]
                 part.window = window if window and window < policy.max_total_sequence_length else None
             elif isinstance(part, GroupedExperts):
                 part.join_weights()

@@ -27,7 +27,6 @@ from dagrl.workers.train import logprobs
 ROOT = Path(__file__).parents[3]
 H200 = 139.8 * GIB
 PACKED = " policy.sequence_packing.enabled=true"
-OURS = " policy.megatron_cfg.transformer_engine=never"
 FSDP = " policy.backend=fsdp policy.fsdp_cfg.torch_compile=true"
 MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak GiB
     ("4b:dp1", 16, 2048, 2, 86.08),  # 1x-nvidia-h200/2026-11-25/train-lora-adapters.json
@@ -40,7 +39,7 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("0.6b:dp1", 16, 2048, 8, 36.92),
     ("4b:dp1", 16, 2048, 4, 103.52),  # .../train-4b.json
     ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED, 4, 8192, 2, 37.68),  # 2x-.../2026-11-27/train-0.6b-8k.json
-    ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED + OURS, 4, 8192, 2, 36.93),
+    ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED, 4, 8192, 2, 36.93),
     (
         "4b:dp1" + PACKED,
         8,
@@ -48,7 +47,7 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
         2,
         104.27,
     ),  # .../train-4b-4k.json; train-4b-16k.json recomputed 14 layers, no longer a choice
-    ("4b:dp1" + PACKED + OURS, 8, 4096, 2, 103.71),
+    ("4b:dp1" + PACKED, 8, 4096, 2, 103.71),
     # 4x-nvidia-h200/2026-11-27/grpo-0.6b-512: the size of its microbatches is that of bench peers, which fits its padding.
     ("0.6b:dp1 policy.sequence_packing.train_mb_tokens=16384" + PACKED, 512, 376, 16, 36.86),
     # What torch.compile saves is inferred from these two.
