@@ -46,8 +46,8 @@ SHARDED = " policy.megatron_cfg.use_distributed_optimizer=true"
 FITTED = [  # SFT steps by `dagrl bench train`: case, rows, length, sequences of a microbatch, file, row
     ("0.6b:dp1" + GRAPHS, 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 0),
     ("0.6b:dp1", 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 1),
-    ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 0),
-    ("0.6b:dp1" + PACKED + GRAPHS + FLASH, 4, 8192, 2, "2x-nvidia-h200/2026-11-27/train-0.6b-8k.json", 1),
+    ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2, "1x-nvidia-h200/2026-11-29/train-0.6b-8k.json", 0),
+    ("0.6b:dp1" + PACKED + GRAPHS + FLASH, 4, 8192, 2, "1x-nvidia-h200/2026-11-29/train-0.6b-8k.json", 1),
     ("4b:dp1", 16, 2048, 4, "4x-nvidia-h200/2026-11-26/train-4b.json", 0),
 ]
 GENERATION = [  # model, sequences, completion, file, row: fitted, too
