@@ -41,41 +41,10 @@ DEEPSEEK_V3: Hf = {
     "vocab_size": 129280,
     "topk_method": "noaux_tc",
 }
-NEMOTRON_NANO: Hf = {  # Nemotron 3 Nano 30B-A3B
-    "model_type": "nemotron_h",
-    "hidden_size": 2688,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "num_hidden_layers": 52,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "intermediate_size": 1856,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "vocab_size": 131072,
-}
-NEMOTRON_SUPER: Hf = {  # Nemotron 3 Super 120B-A12B, with latent experts
-    **NEMOTRON_NANO,
-    "hidden_size": 4096,
-    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
-    "num_hidden_layers": 88,
-    "mamba_num_heads": 128,
-    "n_routed_experts": 512,
-    "moe_latent_size": 1024,
-    "moe_intermediate_size": 2688,
-    "moe_shared_expert_intermediate_size": 5376,
-}
 
 
 class PlannedWorker(MegatronWorker):
-    """A train worker for plans alone: accepts the models whose weights are described but that do not train yet."""
+    """A train worker for plans alone."""
 
     @staticmethod
     def check(config: Config, hf_config: abc.Mapping[str, Json]) -> None:
@@ -93,8 +62,7 @@ class RefitMapping:
     fp8: bool = False
 
     def __str__(self) -> str:
-        size = {2560: "4b", 2048: "30b", 4096: "235b", 7168: "dsv3", 2688: "nano"}[self.model["hidden_size"]]
-        name = "super" if self.model.get("moe_latent_size") else size
+        name = {2560: "4b", 2048: "30b", 4096: "235b", 7168: "dsv3"}[self.model["hidden_size"]]
         return f"{name}-{self.train.describe()}-to-tp{self.tp}dp{self.dp}{'-fp8' if self.fp8 else ''}".replace(" ", "")
 
 
@@ -117,10 +85,6 @@ TABLE = [
         for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2)
         for tp, dp in ((4, 4), (2, 8), (8, 2))
     ),
-    RefitMapping(NEMOTRON_NANO, ParallelLayout(tp=2, dp=4, ep=8, etp=1), 4, 2),
-    RefitMapping(NEMOTRON_NANO, ParallelLayout(dp=4, ep=4, etp=1), 2, 4),
-    RefitMapping(NEMOTRON_SUPER, ParallelLayout(tp=2, pp=2, dp=8, ep=8, etp=1), 8, 2),
-    RefitMapping(NEMOTRON_SUPER, ParallelLayout(tp=8, pp=2, dp=2, ep=16, etp=1), 8, 2),  # 2 key-value heads on 8 ranks
     RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8, fp8=True),
     RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 4, 2, fp8=True),
     RefitMapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2, fp8=True),

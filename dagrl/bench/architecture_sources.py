@@ -21,7 +21,7 @@ from dagrl.bench.forked import run_forked
 from dagrl.bench.tiny_configs import tiny_model
 from dagrl.refit import WeightSlice
 from dagrl.refit.sources import slices_of, tensors_of
-from dagrl.workers.megatron.architecture import MODEL_TYPES
+from dagrl.workers.families.decoder import MODEL_TYPES
 
 SHARDS = 2
 

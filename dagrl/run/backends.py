@@ -57,7 +57,7 @@ def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str,
 
 def _backend_for(config: Config, section: str, model: str | None) -> tuple[str, str]:
     """Returns the backend of a role's model, and why."""
-    known = cast(tuple[str, ...], load_attribute("dagrl.workers.megatron.architecture:MODEL_TYPES", f"{section}.backend"))
+    known = cast(tuple[str, ...], load_attribute("dagrl.workers.families.decoder:MODEL_TYPES", f"{section}.backend"))
     kind = _model_type(config, model)
     if kind is None:
         return "megatron", "the model's type is not known yet"

@@ -28,7 +28,6 @@ from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.recording import record
 from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm import VllmWorker, described
 from dagrl.workers.vllm.described import build, do_without_kernels
@@ -59,15 +58,12 @@ class Case:
 
 CASES = [
     *(Case(family, tp) for family in FAMILIES for tp in (1, 2)),
-    *(Case(family, 2, ep=True) for family in ("qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral", *LATENT, "nemotron_h")),
+    *(Case(family, 2, ep=True) for family in ("qwen3_moe", "glm4_moe", "mixtral", *LATENT)),
     Case("qwen3_moe", 3, True, (("num_attention_heads", 6), ("num_key_value_heads", 3), ("vocab_size", 192))),  # 2, 1, 1
     Case("qwen3", 4),  # a key-value head on two ranks
     Case("qwen3_moe", 2, changes=(("vocab_size", 15),)),  # the second rank's share of the vocabulary is padding alone
     Case("llama", 2, changes=(("num_key_value_heads", 1),)),
-    Case("nemotron_h", 2, changes=(("n_groups", 1), ("num_key_value_heads", 1))),  # a group on two ranks
-    Case("nemotron_h", 2, changes=(("moe_latent_size", 16),)),
     Case("deepseek_v3", 2, changes=(("q_lora_rank", None),)),
-    Case("deepseek_v2", 2, changes=(("q_lora_rank", None), ("topk_method", "group_limited_greedy"), ("n_group", 2))),  # Lite
 ]
 
 _WIDE = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
@@ -119,10 +115,8 @@ def check_rank(checkpoint: Weights, named: Weights, slices: Sequence[WeightSlice
     covered: dict[int, int] = {}
 
     def check_part(tensor: str, local: Box, name: str, box: Box) -> None:
-        held = named[tensor.replace("mixer.A_log", "mixer.A")]
+        held = named[tensor]
         found, wanted = held[_slices(local)], checkpoint[name][_slices(box)]
-        if tensor.endswith("mixer.A_log"):  # vLLM keeps only the hook's result
-            wanted = -torch.exp(wanted.float())
         assert torch.equal(_raw(found.reshape(wanted.shape)), _raw(wanted)), (tensor, local, name, box)
         covered[held.data_ptr()] = covered.get(held.data_ptr(), 0) + wanted.numel()
 
@@ -177,18 +171,15 @@ def local_name(parameter: str) -> str:
 def boxes(slices: Sequence[WeightSlice], dtype: str) -> list[tuple[object, ...]]:
     """Returns the content of slices, in an order and with names that rules and recordings share."""
 
-    def tensor(name: str) -> str:
-        return local_name(name).replace("mixer.A.loaded", "mixer.A_log")
-
     found = []
     for one in expand(slices):
-        scales = ("", ()) if one.scales is None else (tensor(one.scales.tensor), one.scales.local)
-        found.append((one.name, one.box, tensor(one.tensor), one.local, one.dtype or dtype, *scales))
+        scales = ("", ()) if one.scales is None else (local_name(one.scales.tensor), one.scales.local)
+        found.append((one.name, one.box, local_name(one.tensor), one.local, one.dtype or dtype, *scales))
     return sorted(found)
 
 
 def check_recording(model: torch.nn.Module, checkpoint: Weights, rules: Sequence[WeightSlice], dtype: str) -> None:
-    """Checks that a recording of vLLM's loader has the boxes of the rules, and computes what the loader computes."""
+    """Checks that a recording of vLLM's loader has the boxes of the rules."""
     before = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
     whole = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()]
     found = record(model, whole, getattr(torch, dtype))
@@ -196,13 +187,7 @@ def check_recording(model: torch.nn.Module, checkpoint: Weights, rules: Sequence
         assert torch.equal(_raw(tensor), _raw(before[name])), f"recording has changed {name}"
     assert boxes(found.slices, dtype) == boxes(rules, dtype)
     assert len(found.slices) == len(rules)  # experts are stacked alike
-    assert not (found.unwritten or found.refused or found.arranged)
-    for one in found.computations:
-        inputs = {name: torch.zeros(where.shape, dtype=kind) for name, (where, kind) in one.inputs.items()}
-        for piece in expand(found.slices):
-            if piece.tensor in inputs:
-                inputs[piece.tensor][_slices(piece.local)] = checkpoint[piece.name][_slices(piece.box)]
-        assert torch.equal(one.compute(inputs), before[local_name(one.parameter)])
+    assert not (found.unwritten or found.refused or found.arranged or found.computations)
 
 
 def check_derived(model: torch.nn.Module) -> None:
@@ -228,8 +213,9 @@ def check_derived(model: torch.nn.Module) -> None:
 
 def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:
     """Checks that a refit from a BF16 trainer gives the bytes of vLLM's loader for the FP8 checkpoint."""
-    layout, modules = ParallelLayout(tp=2, pp=2), MegatronModules(transformer_engine=True, grouped_experts=True)
-    slices = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
+    latent = config["model_type"] in LATENT  # whose down-projections end inside a block
+    layout = ParallelLayout(tp=1 if latent else 2, pp=2)
+    slices = [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
     check_received(slices, [fill(whole, mine) for mine in slices], wanted, held)
 

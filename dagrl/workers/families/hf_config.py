@@ -33,7 +33,6 @@ DRAFT_LAYERS = "num_nextn_predict_layers"
 
 MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
     "qwen2": {"num_key_value_heads": 32},
-    "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -46,7 +45,6 @@ MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1e-5,
     },
-    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": {
         "q_lora_rank": 1536,
         "n_shared_experts": 1,
@@ -56,9 +54,8 @@ MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
-    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128, "n_shared_experts": 1},
 }
-"""Defaults of transformers' configuration classes, by `model_type`, where they differ from ours. vLLM uses the same.
+"""Defaults of transformers' configuration classes for models of Megatron, where they differ from ours. vLLM uses the same.
 
 They apply to a missing key, not to one that is null.
 """

@@ -1,4 +1,4 @@
-"""A model family, and Megatron-Core's layout rules that families share: how Megatron shards a parameter.
+"""How Megatron-Core's local layers shard a parameter.
 
 Rules as in Megatron-Core 0.16: `transformer/attention.py` (query, key and value rows interleaved by query group),
 `transformer/mlp.py` (gate above up in `linear_fc1`), `transformer/moe/experts.py` (contiguous experts a rank, one tensor
@@ -9,7 +9,7 @@ sequence parallelism shard no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dagrl.errors import LayoutError
@@ -21,26 +21,11 @@ VOCABULARY_MULTIPLE = 128  # as Megatron's make_vocab_size_divisible_by
 
 
 @dataclass(frozen=True)
-class MegatronModules:
-    """Choices of Megatron modules that change names or sharding.
-
-    `transformer_engine` fuses norms into the linear layer that follows, and replicates MLA's down-projections over the
-    tensor-parallel ranks. With `grouped_experts` the experts of a rank share a module (`TEGroupedMLP`). `vocabulary_rows`
-    are the rows of a rank's embedding if they are padded otherwise than by `padded_vocabulary`.
-    """
-
-    transformer_engine: bool = False
-    grouped_experts: bool = False
-    vocabulary_rows: int | None = None
-
-
-@dataclass(frozen=True)
 class MegatronRank:
     """One rank, with methods that give its slices of parameters sharded in a common way."""
 
     layout: ParallelLayout
     at: Coordinates
-    modules: MegatronModules
 
     @property
     def tp(self) -> tuple[int, int]:
@@ -51,11 +36,6 @@ class MegatronRank:
     def expert_tp(self) -> tuple[int, int]:
         """Number of shards of an expert's weights, and this rank's index."""
         return self.layout.expert_tp, self.at.etp
-
-    def norm(self, name: str, module: str, fused_into: str, size: int) -> WeightSlice:
-        """Returns the norm before a linear layer. Transformer Engine fuses the two."""
-        fused = self.modules.transformer_engine and fused_into
-        return replicated(name, f"{fused_into}.layer_norm_weight" if fused else f"{module}.weight", size)
 
     def rows(self, name: str, tensor: str, rows: int, columns: int, what: str) -> WeightSlice:
         """Returns a column-parallel weight: `name` sharded by rows."""
@@ -79,15 +59,14 @@ class MegatronRank:
     def experts(
         self, hf: tuple[str, ...], local: str, count: int, hidden: int, width: int, what: str
     ) -> Iterator[WeightSlice]:
-        """Yields this rank's experts, whole or sharded by etp. `hf` names gate, up and down, or up and down.
+        """Yields this rank's experts, whole or sharded by etp. `hf` names gate, up and down.
 
-        Names are stacks. The tensor of expert i is `local_experts.{i}.linear_fc1.weight`, or grouped `linear_fc1.weight{i}`.
+        Names are stacks. The tensor of expert i is `local_experts.{i}.linear_fc1.weight`.
         """
         first, stop = shard_range(count, (self.layout.ep, self.at.ep), f"{hf[0]}: the experts", "ep")
         low, high = shard_range(width, self.expert_tp, f"{hf[0]}: {what}", "etp")
         experts, local_experts, size, columns = (first, stop), (0, stop - first), high - low, (0, hidden)
-        before, after = ("", STACKED) if self.modules.grouped_experts else (f"local_experts.{STACKED}.", "")
-        fc1, fc2 = (f"{local}{before}linear_fc{number}.weight{after}" for number in (1, 2))
+        fc1, fc2 = (f"{local}local_experts.{STACKED}.linear_fc{number}.weight" for number in (1, 2))
         for index, name in enumerate(hf[:-1]):
             at = (index * size, (index + 1) * size)
             yield WeightSlice(name, (experts, (low, high), columns), fc1, (local_experts, at, columns))
@@ -151,30 +130,3 @@ def replicated(name: str, tensor: str, *shape: int, dtype: str = "") -> WeightSl
     """Returns a parameter that every rank holds whole."""
     box: Box = tuple((0, size) for size in shape)
     return WeightSlice(name, box, tensor, box, dtype)
-
-
-@dataclass(frozen=True)
-class ParameterNames:
-    """Names of embedding, layers, final norm and head: in Hugging Face checkpoints, and of the norm in Megatron."""
-
-    embedding: str = "model.embed_tokens.weight"
-    layer: str = "model.layers"
-    norm: str = "model.norm.weight"
-    head: str = "lm_head.weight"
-    megatron_norm: str = "final_layernorm"
-
-    def in_vllm(self, name: str) -> str:
-        """Returns vLLM's name of a module or parameter outside fused ones."""
-        root = self.layer.removesuffix("layers")
-        name = name.replace(self.embedding, "model.embed_tokens.weight")
-        return f"model.{name.removeprefix(root)}" if name.startswith(root) else name
-
-
-@dataclass(frozen=True)
-class Family:
-    """The rules of one family. Layer rules yield the slices of one layer, given its name prefixes (HF, local)."""
-
-    name: str
-    model_types: tuple[str, ...]
-    megatron_layer: Callable[[ModelConfig, MegatronRank, int, str, str], Iterator[WeightSlice]]
-    names: ParameterNames = ParameterNames()

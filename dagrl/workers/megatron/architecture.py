@@ -12,10 +12,9 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families import decoder, mla
+from dagrl.workers.families import decoder
 from dagrl.workers.families.hf_config import ModelConfig, constant_row
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -49,7 +48,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a decoder of one of `MODEL_TYPES`. `moe_layers[i]` says whether layer i has experts.
+    """Sizes of a decoder of one of `decoder.MODEL_TYPES`. `moe_layers[i]` says whether layer i has experts.
 
     With `expert_bias` the router chooses by sigmoid scores and a bias, among the experts of the best `groups_per_token` of
     `expert_groups`, and multiplies normalized scores by `expert_scale`. `shared_ffn` is the size of the experts that process
@@ -115,7 +114,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     _check_supported(hf_config)
     config = ModelConfig(hf_config)
     rope = _rope(config.config)
-    latent = _latent(config) if config.type in mla.MLA.model_types else None
+    latent = _latent(config) if config.type in decoder.LATENT_TYPES else None
     head_dim = latent.plain + latent.rotated if latent else config.head_dim
     dense = Architecture(
         model_type=config.type,
@@ -139,7 +138,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         windows=_windows(config),
         full_tokens=_full_tokens(config, rope),
     )
-    model = _with_experts(dense, config) if latent or dense.model_type in decoder.MOE.model_types else dense
+    model = _with_experts(dense, config) if dense.model_type in decoder.EXPERT_TYPES else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
             "num_experts_per_tok is 1 and expert weights are normalized, so every weight is 1 and the router cannot learn. "
@@ -190,9 +189,8 @@ def _problems(model: Architecture, layout: ParallelLayout) -> Iterator[str]:
 
 
 def _check_supported(hf_config: Mapping[str, Json]) -> None:
-    kind = hf_config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise ConfigError(f"model_type is {kind!r}; the Megatron worker supports {', '.join(MODEL_TYPES)}")
+    decoder.check_model_type(hf_config)
+    kind = hf_config["model_type"]
     if hf_config.get("attention_bias") and kind != "glm4_moe":  # which has none at the output
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
     if hf_config.get("mlp_bias"):
@@ -273,8 +271,7 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
     """Adds the experts to a dense decoder, as the family's weight layout has them."""
-    experts = mla.experts_of(model) if dense.latent else decoder.experts_of(model)
-    has_experts = mla.has_experts if dense.latent else decoder.has_experts
+    experts = decoder.experts_of(model)
     groups, chosen, per_token = (model.size(key, 1, least=1) for key in ("n_group", "topk_group", "num_experts_per_tok"))
     if groups > 1 and (not experts.bias or per_token != 2 * chosen or experts.count % groups):
         raise ConfigError(
@@ -293,7 +290,7 @@ def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
         expert_scale=_number(model.config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
         expert_groups=groups,
         groups_per_token=chosen if groups > 1 else 1,
-        moe_layers=tuple(has_experts(model, layer) for layer in range(dense.layers)),
+        moe_layers=tuple(decoder.has_experts(model, layer) for layer in range(dense.layers)),
     )
 
 

@@ -15,8 +15,7 @@ from dagrl.config import Config, Json, PeftConfig
 from dagrl.config.settings import SLOT_RANKS, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count
-from dagrl.refit.slices import STACKED
-from dagrl.workers.families import known_family
+from dagrl.workers.families.decoder import EXPERT_TYPES, MODEL_TYPES
 from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.train.adapters import KEY, AdapterShapes, adapter_names, linear_shapes, targets
 from dagrl.workers.vllm import features
@@ -56,7 +55,7 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
 
 def _linear_layers(hf_config: Mapping[str, Json]) -> AdapterShapes:
     """Returns the shapes of the parameters that may have adapters."""
-    if known_family(hf_config) is not None:
+    if hf_config.get("model_type") in MODEL_TYPES:
         return linear_shapes(stacked_shapes(hf_config))
     from dagrl.workers.fsdp.lora import shapes_of_model
 
@@ -65,8 +64,6 @@ def _linear_layers(hf_config: Mapping[str, Json]) -> AdapterShapes:
 
 def _names(hf_config: Mapping[str, Json]) -> Callable[[str], str]:
     """Returns what gives the name of a parameter in vLLM. Imports the model's class."""
-    if (family := known_family(hf_config)) is not None:
-        return family.names.in_vllm
     return next((features.names_in_vllm(architecture) for architecture in _model_classes(hf_config)), str)
 
 
@@ -83,7 +80,7 @@ def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
     on_cpu = not gpu_count() and config.cluster.address is None
-    if on_cpu and known_family(hf_config) is not None and any(STACKED in name for name in stacked_shapes(hf_config)):
+    if on_cpu and hf_config.get("model_type") in EXPERT_TYPES:
         raise ConfigError(
             f"{KEY}.refit is adapters, but vLLM's kernels for experts on CPUs run in no model with LoRA; set it to merged"
         )

@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 
 from dagrl.refit import plan_refit
 from dagrl.refit.transfers import DIRECT_BYTES
-from dagrl.workers.families.megatron import MegatronModules
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.test_plan import TiedHead, check_megatron_to_vllm, megatron_slices
 from tests.unit.refit.weight_reference import (
@@ -38,7 +37,6 @@ def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
         data.draw(st.sampled_from(vllm_sizes(config))),
         data.draw(st.integers(1, 2)),
         data.draw(st.sampled_from([1000, 4000, 1 << 20])),
-        modules=MegatronModules(data.draw(st.booleans()), data.draw(st.booleans())),
         ep=data.draw(st.booleans()),
         ranks_a_host=data.draw(st.sampled_from([0, 0, 2, 3])),
         verify=data.draw(st.sampled_from(["off", "checksum"])),

@@ -37,26 +37,12 @@ def fp8_configs(draw: st.DrawFn) -> Config:
         vocab_size=draw(st.integers(1, 300)),
         tie_word_embeddings=draw(st.booleans()),
     )
-    if model_type in ("qwen3_moe", "qwen2_moe", *LATENT, "nemotron_h"):
+    if model_type in ("qwen3_moe", *LATENT):
         config["moe_intermediate_size"] = draw(st.sampled_from([256, 128, 200]))
-    if model_type == "qwen2_moe":
-        config["shared_expert_intermediate_size"] = draw(widths)
     if model_type in LATENT:
         config |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "num_attention_heads": 4}
         config |= {"q_lora_rank": draw(st.sampled_from([None, 256])), "kv_lora_rank": draw(st.sampled_from([192, 128]))}
         config["num_key_value_heads"] = 4
-    if model_type == "nemotron_h":
-        mixer = {
-            "mamba_head_dim": 64,
-            "mamba_num_heads": 4,
-            "n_groups": 2,
-            "ssm_state_size": draw(st.sampled_from([64, 128])),
-        }
-        config |= mixer | {"hybrid_override_pattern": draw(st.sampled_from(["M*", "E-", "*E"]))}
-        config |= {
-            "moe_shared_expert_intermediate_size": draw(widths),
-            "moe_latent_size": draw(st.sampled_from([None, 128])),
-        }
     return config
 
 

@@ -44,8 +44,7 @@ BOX = ((0, 128), (0, 128))
         ("qwen3", "hidden_size", "wide"),
         ("qwen3", "vocab_size", None),
         ("deepseek_v3", "kv_lora_rank", None),
-        ("nemotron_h", "ssm_state_size", 1.5),
-        ("nemotron_h", "hybrid_override_pattern", "M*"),
+        ("glm4_moe", "n_shared_experts", 1.5),
         ("qwen3_moe", "moe_intermediate_size", True),
     ],
 )

@@ -32,7 +32,6 @@ from dagrl.refit.carry.pack import BucketMemory, bind_staging
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.kernels.batched import BatchedCopy
 from dagrl.refit.slices import Box, Scales, expand
-from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.unit.refit.fp8_reference import cuts_a_block, fp8_configs, fp8_tensors, quantized_model, random_weights
 from tests.unit.refit.memory_channel import Done, MemoryChannel, Pair, Queues, copy_mapped, run_refit
@@ -405,11 +404,11 @@ Slices = list[list[WeightSlice]]
 def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None:
     """Equals the whole model's quantization bit for bit; rejected exactly if a shard of either side splits a block."""
     config, dtype = data.draw(fp8_configs()), data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
-    whole, modules = random_weights(config, dtype), MegatronModules(data.draw(st.booleans()), data.draw(st.booleans()))
+    whole = random_weights(config, dtype)
     for _ in range(data.draw(st.sampled_from([6, 6, 6, 1]))):  # usually until one fits
         layout = data.draw(megatron_layouts(config, limit=4))
         tp, ep = data.draw(st.sampled_from(vllm_sizes(config)[::-1])), data.draw(st.booleans())
-        held = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
+        held = [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
         fits = not is_cut(whole, config, held, tp, ep)
         if fits:
             break
@@ -426,7 +425,7 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
         return
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
     plan = plan_refit(held, wanted, **options)
-    sources = [megatron_tensors(whole, config, layout, rank, modules) for rank in range(layout.world_size)]
+    sources = [megatron_tensors(whole, config, layout, rank) for rank in range(layout.world_size)]
     model = quantized_model(whole)
     expected = [expected_on(rank, model, config, mine, dtype) for rank, mine in zip(ranks, wanted, strict=True)]
     built = [{name: empty_like(tensor) for name, tensor in tensors.items()} for tensors in expected]

@@ -22,9 +22,7 @@ from dagrl.refit.slices import Box, Scales, expand, volume
 from dagrl.refit.strided import stack_experts
 from dagrl.refit.transfers import DIRECT_BYTES, aligned
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families import find_family
-from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.megatron.weights import EMBEDDING, megatron_weight_slices
 from tests.unit.refit.memory_channel import MemoryChannel, copy_mapped, run_refit
 from tests.unit.refit.weight_reference import (
     Config,
@@ -42,10 +40,8 @@ TiedHead = Literal["one tensor", "two names", "own memory"]
 """An engine's tied head: not described, described as a second name of the same memory, or in its own memory."""
 
 
-def megatron_slices(
-    config: Config, layout: ParallelLayout, modules: MegatronModules | None = None
-) -> list[list[WeightSlice]]:
-    return [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
+def megatron_slices(config: Config, layout: ParallelLayout) -> list[list[WeightSlice]]:
+    return [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
 
 
 def check_megatron_to_vllm(
@@ -55,7 +51,6 @@ def check_megatron_to_vllm(
     replicas: int,
     bucket_bytes: int,
     *,
-    modules: MegatronModules | None = None,
     ep: bool = False,
     ranks_a_host: int = 0,
     verify: Verify = "off",
@@ -67,16 +62,16 @@ def check_megatron_to_vllm(
     """Asserts that vLLM's tensors equal slices of the whole model bit for bit, cast to `dtype`."""
     ranks = [VllmRank(tp, rank, expert_parallel=ep) for _ in range(replicas) for rank in range(tp)]
     size = layout.world_size + len(ranks)
-    weights, held = hf_weights(config), megatron_slices(config, layout, modules)
-    sources = [megatron_tensors(weights, config, layout, rank, modules) for rank in range(layout.world_size)]
-    embedding, aliases = find_family(config).names.embedding, {}
+    weights, held = hf_weights(config), megatron_slices(config, layout)
+    sources = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
+    aliases = {}
     if config["tie_word_embeddings"] and tied_head != "one tensor":
-        config, aliases = dict(config, tie_word_embeddings=False), {"lm_head.weight": embedding}
-        weights["lm_head.weight"] = weights[embedding]
+        config, aliases = dict(config, tie_word_embeddings=False), {"lm_head.weight": EMBEDDING}
+        weights["lm_head.weight"] = weights[EMBEDDING]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
     expected = [vllm_tensors(weights, config, tp, rank.tp_rank, ep) for rank in ranks]
     if aliases and tied_head == "two names":
-        held = [name_again(mine, embedding, tensors) for mine, tensors in zip(held, sources, strict=True)]
+        held = [name_again(mine, EMBEDDING, tensors) for mine, tensors in zip(held, sources, strict=True)]
     plan = plan_refit(
         held,
         wanted,

@@ -62,7 +62,7 @@ def test_fsdp_over_rows_that_tensor_parallelism_does_not_divide() -> None:
     assert (held == 1).all()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral"])
 def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -20,16 +20,15 @@ from dagrl.errors import LayoutError, RefitPlanError
 from dagrl.refit.fp8 import BLOCK, in_blocks
 from dagrl.refit.slices import STACKED, Scales, WeightSlice, expand, stacked_name
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 
 Config = dict[str, Any]
 Weights = dict[str, Tensor]
 DENSE = ("llama", "qwen2", "qwen3")
-MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
-LATENT = ("deepseek_v3", "deepseek_v2")
-TYPES = (*DENSE, *MOE, *LATENT, "nemotron_h")
-FLOAT32 = ("e_score_correction_bias", "A_log", "mixer.D")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe")
+LATENT = ("deepseek_v3",)
+TYPES = (*DENSE, *MOE, *LATENT)
+FLOAT32 = "e_score_correction_bias"
 
 
 def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
@@ -44,11 +43,8 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
         "vocab_size": 300,
         "tie_word_embeddings": False,
     }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
-    if model_type in ("qwen3_moe", "qwen2_moe"):
-        config |= experts
-    if model_type == "qwen2_moe":
-        config["shared_expert_intermediate_size"] = 8
+    if model_type == "qwen3_moe":
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
     if model_type == "mixtral":
         config["num_local_experts"] = 4
     if model_type == "glm4_moe":
@@ -58,10 +54,6 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
         config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
         config |= {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 2}
         config["num_key_value_heads"] = config["num_attention_heads"]
-    if model_type == "nemotron_h":
-        config |= {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8, "ssm_state_size": 2}
-        config |= {"moe_shared_expert_intermediate_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 2, "n_groups": 4}
-        config |= {"conv_kernel": 4, "hybrid_override_pattern": "M*-E"}
     return config | changes
 
 
@@ -69,11 +61,10 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
 def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     model_type = draw(st.sampled_from(types))
-    layers = draw(st.sampled_from([1, 2, 3, 4]))
     config = model_config(
         model_type,
         hidden_size=4 * draw(st.integers(1, 3)),
-        num_hidden_layers=layers,
+        num_hidden_layers=draw(st.sampled_from([1, 2, 3, 4])),
         num_key_value_heads=kv_heads,
         num_attention_heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
         head_dim=draw(st.sampled_from([2, 4])),
@@ -82,7 +73,7 @@ def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
         tie_word_embeddings=draw(st.booleans()),
     )
     experts, width = draw(st.sampled_from([2, 4])), 4 * draw(st.integers(1, 3))
-    if model_type in ("qwen3_moe", "qwen2_moe"):
+    if model_type == "qwen3_moe":
         sparse = {"decoder_sparse_step": draw(st.sampled_from([1, 2])), "mlp_only_layers": draw(st.sampled_from([[], [0]]))}
         config |= {"num_experts": experts, "moe_intermediate_size": width} | sparse
     if model_type == "mixtral":
@@ -90,20 +81,14 @@ def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
     if model_type == "glm4_moe":
         config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": draw(st.integers(1, 2))}
         config |= {"first_k_dense_replace": draw(st.integers(0, 2)), "use_qk_norm": draw(st.booleans())}
-    if model_type in (*LATENT, "nemotron_h"):
+    if model_type in LATENT:
         shared = draw(st.sampled_from([None, 1, 2]))
         config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": shared}
-    if model_type in LATENT:
         latent = {"q_lora_rank": draw(st.sampled_from([None, 4, 8])), "kv_lora_rank": draw(st.sampled_from([4, 12]))}
         config |= {
             "first_k_dense_replace": draw(st.integers(0, 2)),
             "num_key_value_heads": config["num_attention_heads"],
         } | latent
-    if model_type == "nemotron_h":
-        groups = draw(st.sampled_from([1, 2, 4]))
-        config["moe_latent_size"] = draw(st.sampled_from([None, 4]))
-        config |= {"n_groups": groups, "mamba_num_heads": groups * draw(st.sampled_from([1, 2, 4]))}
-        config["hybrid_override_pattern"] = "".join(draw(st.sampled_from("M*-E")) for _ in range(layers))
     return config
 
 
@@ -111,11 +96,11 @@ def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
 def megatron_layouts(draw: st.DrawFn, config: Config, limit: int = 8) -> ParallelLayout:
     """A valid layout of at most `limit` ranks, with uneven pipelines among them."""
     choices = random.Random(draw(st.integers(0, 1 << 30)))  # noqa: S311
-    has_experts, hybrid = "expert" in str(config), config["model_type"] == "nemotron_h"
+    has_experts = "expert" in str(config)
     for _ in range(60):
         tp, pp, dp, cp = (choices.choice(sizes) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2), (1, 2)))
         ep, etp = (choices.choice((1, 2, 4)), choices.choice((None, 1, 2))) if has_experts else (1, None)
-        vpp = 1 if hybrid else choices.choice((1, 1, 2))  # MambaStack refuses virtual stages
+        vpp = choices.choice((1, 1, 2))
         first, last = choices.choice((None, None, 1)), choices.choice((None, None, 1))
         if tp * pp * dp * cp > limit:
             continue
@@ -143,9 +128,7 @@ def vllm_sizes(config: Config) -> list[int]:
 
 
 def layer_kind(config: Config, layer: int) -> str:
-    """Letters of a Mamba hybrid; for others D (attention and MLP) or E (attention and experts)."""
-    if config["model_type"] == "nemotron_h":
-        return str(config["hybrid_override_pattern"][layer])
+    """Returns D (attention and MLP) or E (attention and experts)."""
     if config["model_type"] in (*LATENT, "glm4_moe"):
         return "E" if layer >= config["first_k_dense_replace"] else "D"
     if config["model_type"] not in MOE or layer in config.get("mlp_only_layers", []):
@@ -165,12 +148,11 @@ def hf_weights(config: Config) -> Weights:
 
 
 def hf_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hybrid, vocabulary = config["model_type"] == "nemotron_h", (config["vocab_size"], config["hidden_size"])
-    yield ("backbone.embeddings.weight" if hybrid else "model.embed_tokens.weight"), vocabulary
+    vocabulary = config["vocab_size"], config["hidden_size"]
+    yield "model.embed_tokens.weight", vocabulary
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"{'backbone' if hybrid else 'model'}.layers.{layer}."
-        yield from _hybrid_shapes(config, prefix, layer) if hybrid else _layer_shapes(config, prefix, layer)
-    yield ("backbone.norm_f.weight" if hybrid else "model.norm.weight"), (config["hidden_size"],)
+        yield from _layer_shapes(config, f"model.layers.{layer}.", layer)
+    yield "model.norm.weight", (config["hidden_size"],)
     if not config.get("tie_word_embeddings"):
         yield "lm_head.weight", vocabulary
 
@@ -190,9 +172,6 @@ def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[in
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for expert in range(count):
         yield from _mlp_shapes(f"{block}experts.{expert}.", hidden, width, names)
-    if kind == "qwen2_moe":
-        yield from _mlp_shapes(f"{block}shared_expert.", hidden, c["shared_expert_intermediate_size"])
-        yield f"{block}shared_expert_gate.weight", (1, hidden)
     if kind in ("deepseek_v3", "glm4_moe"):
         yield f"{block}gate.e_score_correction_bias", (count,)
     if kind in (*LATENT, "glm4_moe") and c["n_shared_experts"]:
@@ -235,49 +214,14 @@ def _mlp_shapes(
     yield f"{p}{names[-1]}.weight", (hidden, width)
 
 
-def _hybrid_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, kind, mixer, plain = c["hidden_size"], layer_kind(c, layer), f"{p}mixer.", ("up_proj", "down_proj")
-    yield f"{p}norm.weight", (hidden,)
-    if kind == "*":
-        yield from _attention_shapes(c, mixer)
-    elif kind == "-":
-        yield from _mlp_shapes(mixer, hidden, c["intermediate_size"], plain)
-    elif kind == "M":
-        heads, inner, state = (
-            c["mamba_num_heads"],
-            c["mamba_num_heads"] * c["mamba_head_dim"],
-            c["n_groups"] * c["ssm_state_size"],
-        )
-        yield f"{mixer}in_proj.weight", (2 * inner + 2 * state + heads, hidden)
-        yield f"{mixer}conv1d.weight", (inner + 2 * state, 1, c["conv_kernel"])
-        yield f"{mixer}conv1d.bias", (inner + 2 * state,)
-        yield from ((f"{mixer}{name}", (heads,)) for name in ("dt_bias", "A_log", "D"))
-        yield f"{mixer}norm.weight", (inner,)
-        yield f"{mixer}out_proj.weight", (hidden, inner)
-    else:
-        yield f"{mixer}gate.weight", (c["n_routed_experts"], hidden)
-        yield f"{mixer}gate.e_score_correction_bias", (c["n_routed_experts"],)
-        latent = c.get("moe_latent_size") or hidden
-        for expert in range(c["n_routed_experts"]):
-            yield from _mlp_shapes(f"{mixer}experts.{expert}.", latent, c["moe_intermediate_size"], plain)
-        if c.get("moe_latent_size"):
-            yield f"{mixer}fc1_latent_proj.weight", (latent, hidden)
-            yield f"{mixer}fc2_latent_proj.weight", (hidden, latent)
-        if c["n_shared_experts"]:
-            width = c["n_shared_experts"] * c["moe_shared_expert_intermediate_size"]
-            yield from _mlp_shapes(f"{mixer}shared_experts.", hidden, width, plain)
-
-
-def megatron_tensors(
-    w: Weights, config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules | None = None
-) -> Weights:
+def megatron_tensors(w: Weights, config: Config, layout: ParallelLayout, rank: int) -> Weights:
     """Returns Megatron-Core's parameters and router bias on `rank`. Padding rows are 0, up to multiples of 128."""
-    return _Megatron(w, config, layout, rank, modules or MegatronModules()).tensors()
+    return _Megatron(w, config, layout, rank).tensors()
 
 
 class _Megatron:
-    def __init__(self, w: Weights, config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules) -> None:
-        self.w, self.c, self.layout, self.modules = w, config, layout, modules
+    def __init__(self, w: Weights, config: Config, layout: ParallelLayout, rank: int) -> None:
+        self.w, self.c, self.layout = w, config, layout
         # tp-cp-ep-dp-pp with tp fastest; experts have the same stage, cut as etp-ep-edp
         stage_size = layout.tp * layout.cp * layout.dp
         inside, self.pp = rank % stage_size, rank // stage_size
@@ -294,8 +238,7 @@ class _Megatron:
 
     def tensors(self) -> Weights:
         c, tied = self.c, self.c["tie_word_embeddings"]
-        hybrid, chunks = c["model_type"] == "nemotron_h", stage_chunks(c["num_hidden_layers"], self.layout)
-        embedding = self.w["backbone.embeddings.weight" if hybrid else "model.embed_tokens.weight"]
+        chunks, embedding = stage_chunks(c["num_hidden_layers"], self.layout), self.w["model.embed_tokens.weight"]
         for vp in range(self.layout.vpp):
             prefix = f"vp{vp}." if self.layout.vpp > 1 else ""
             chunk = vp * self.layout.pp + self.pp
@@ -304,34 +247,23 @@ class _Megatron:
             for index, number in enumerate(chunks[chunk]):
                 self.layer(number, f"{prefix}decoder.layers.{index}.")
             if chunk == len(chunks) - 1:
-                norm = "final_norm" if hybrid else "final_layernorm"
-                self.out[f"{prefix}decoder.{norm}.weight"] = self.w[
-                    "backbone.norm_f.weight" if hybrid else "model.norm.weight"
-                ]
+                self.out[f"{prefix}decoder.final_layernorm.weight"] = self.w["model.norm.weight"]
                 if not tied or chunk > 0:
                     head = embedding if tied else self.w["lm_head.weight"]
                     self.out[f"{prefix}output_layer.weight"] = self.padded(head)
         return self.out
 
-    def norm(self, source: str, module: str, fused: str) -> None:
-        name = f"{fused}.layer_norm_weight" if self.modules.transformer_engine and fused else f"{module}.weight"
-        self.out[name] = self.w[source]
-
     def layer(self, number: int, to: str) -> None:
         kind = layer_kind(self.c, number)
-        if self.c["model_type"] == "nemotron_h":
-            self.hybrid(kind, f"backbone.layers.{number}.", to)
-            return
         p, mla = f"model.layers.{number}.", self.c["model_type"] in LATENT
         block = f"{p}{'block_sparse_moe' if self.c['model_type'] == 'mixtral' else 'mlp'}."
-        self.norm(f"{p}input_layernorm.weight", f"{to}input_layernorm", "" if mla else f"{to}self_attention.linear_qkv")
-        fused = f"{to}mlp.linear_fc1" if kind == "D" else ""
-        self.norm(f"{p}post_attention_layernorm.weight", f"{to}pre_mlp_layernorm", fused)
+        self.out[f"{to}input_layernorm.weight"] = self.w[f"{p}input_layernorm.weight"]
+        self.out[f"{to}pre_mlp_layernorm.weight"] = self.w[f"{p}post_attention_layernorm.weight"]
         self.latent(f"{p}self_attn.", f"{to}self_attention.") if mla else self.attention(
             f"{p}self_attn.", f"{to}self_attention."
         )
         if kind == "D":
-            self.mlp(block, f"{to}mlp.", True)
+            self.mlp(block, f"{to}mlp.")
         else:
             self.experts(block, f"{to}mlp.")
 
@@ -347,78 +279,38 @@ class _Megatron:
                 self.out[f"{to}{letter}_layernorm.weight"] = self.w[f"{p}{letter}_norm.weight"]
 
     def latent(self, p: str, to: str) -> None:
-        down = (lambda weight: weight) if self.modules.transformer_engine else self.cut
         if self.c["q_lora_rank"]:
-            self.out[f"{to}linear_q_down_proj.weight"] = down(self.w[f"{p}q_a_proj.weight"])
-            self.norm(f"{p}q_a_layernorm.weight", f"{to}q_layernorm", f"{to}linear_q_up_proj")
+            self.out[f"{to}linear_q_down_proj.weight"] = self.cut(self.w[f"{p}q_a_proj.weight"])
+            self.out[f"{to}q_layernorm.weight"] = self.w[f"{p}q_a_layernorm.weight"]
             self.out[f"{to}linear_q_up_proj.weight"] = self.cut(self.w[f"{p}q_b_proj.weight"])
         else:
             self.out[f"{to}linear_q_proj.weight"] = self.cut(self.w[f"{p}q_proj.weight"])
-        self.out[f"{to}linear_kv_down_proj.weight"] = down(self.w[f"{p}kv_a_proj_with_mqa.weight"])
-        self.norm(f"{p}kv_a_layernorm.weight", f"{to}kv_layernorm", f"{to}linear_kv_up_proj")
+        self.out[f"{to}linear_kv_down_proj.weight"] = self.cut(self.w[f"{p}kv_a_proj_with_mqa.weight"])
+        self.out[f"{to}kv_layernorm.weight"] = self.w[f"{p}kv_a_layernorm.weight"]
         self.out[f"{to}linear_kv_up_proj.weight"] = self.cut(self.w[f"{p}kv_b_proj.weight"])
         self.out[f"{to}linear_proj.weight"] = self.cut(self.w[f"{p}o_proj.weight"], 1)
 
-    def mlp(self, p: str, to: str, gated: bool) -> None:
-        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        self.out[f"{to}linear_fc1.weight"] = torch.cat([self.cut(self.w[f"{p}{name}.weight"]) for name in names])
+    def mlp(self, p: str, to: str) -> None:
+        halves = [self.cut(self.w[f"{p}{name}.weight"]) for name in ("gate_proj", "up_proj")]
+        self.out[f"{to}linear_fc1.weight"] = torch.cat(halves)
         self.out[f"{to}linear_fc2.weight"] = self.cut(self.w[f"{p}down_proj.weight"], 1)
 
     def experts(self, p: str, to: str) -> None:
-        gated, mixtral = self.c["model_type"] != "nemotron_h", self.c["model_type"] == "mixtral"
+        mixtral = self.c["model_type"] == "mixtral"
         router = self.w[f"{p}gate.weight"]
         self.out[f"{to}router.weight"] = router
         if f"{p}gate.e_score_correction_bias" in self.w:
             self.out[f"{to}router.expert_bias"] = self.w[f"{p}gate.e_score_correction_bias"]
-        up = ("w1", "w3") if mixtral else (("gate_proj", "up_proj") if gated else ("up_proj",))
+        up = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
         local = len(router) // self.layout.ep
         for index in range(local):
             source = f"{p}experts.{self.ep_rank * local + index}."
             parts = [self.w[f"{source}{name}.weight"].chunk(self.etp)[self.etp_rank] for name in up]
             down = self.w[f"{source}{'w2' if mixtral else 'down_proj'}.weight"].chunk(self.etp, 1)[self.etp_rank]
             for fc, value in ((1, torch.cat(parts)), (2, down)):
-                name = f"local_experts.{index}.linear_fc{fc}.weight"
-                grouped = f"linear_fc{fc}.weight{index}"
-                self.out[f"{to}experts.{grouped if self.modules.grouped_experts else name}"] = value
-        for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
-            if f"{p}{name}" in self.w:
-                self.out[f"{to}{name}"] = self.w[f"{p}{name}"]
-        for shared in ("shared_expert.", "shared_experts."):
-            if f"{p}{shared}up_proj.weight" in self.w:
-                self.mlp(f"{p}{shared}", f"{to}shared_experts.", gated)
-        if f"{p}shared_expert_gate.weight" in self.w:
-            self.out[f"{to}shared_experts.gate_weight"] = self.w[f"{p}shared_expert_gate.weight"]
-
-    def hybrid(self, kind: str, p: str, to: str) -> None:
-        module, fused = {
-            "M": ("norm", "mixer.in_proj"),
-            "*": ("input_layernorm", "self_attention.linear_qkv"),
-            "-": ("pre_mlp_layernorm", "mlp.linear_fc1"),
-            "E": ("pre_mlp_layernorm", ""),
-        }[kind]
-        self.norm(f"{p}norm.weight", f"{to}{module}", fused and f"{to}{fused}")
-        if kind == "M":
-            self.mixer(f"{p}mixer.", f"{to}mixer.")
-        elif kind == "*":
-            self.attention(f"{p}mixer.", f"{to}self_attention.")
-        elif kind == "-":
-            self.mlp(f"{p}mixer.", f"{to}mlp.", False)
-        else:
-            self.experts(f"{p}mixer.", f"{to}mlp.")
-
-    def mixer(self, p: str, to: str) -> None:
-        for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias"):
-            parts = split_mixer(self.w[f"{p}{name}"], self.c, with_z="in_proj" in name)
-            self.out[f"{to}{name}"] = torch.cat([self.cut(part) for part in parts])
-        for name in ("dt_bias", "A_log", "D", "norm.weight"):
-            self.out[f"{to}{name}"] = self.cut(self.w[f"{p}{name}"])
-        self.out[f"{to}out_proj.weight"] = self.cut(self.w[f"{p}out_proj.weight"], 1)
-
-
-def split_mixer(weight: Tensor, c: Config, with_z: bool) -> tuple[Tensor, ...]:
-    """z, x, B, C, dt of in_proj; x, B, C of the convolution."""
-    inner, state = c["mamba_num_heads"] * c["mamba_head_dim"], c["n_groups"] * c["ssm_state_size"]
-    return weight.split([inner, inner, state, state, c["mamba_num_heads"]] if with_z else [inner, state, state])
+                self.out[f"{to}experts.local_experts.{index}.linear_fc{fc}.weight"] = value
+        if f"{p}shared_experts.up_proj.weight" in self.w:
+            self.mlp(f"{p}shared_experts.", f"{to}shared_experts.")
 
 
 def stage_chunks(layers: int, layout: ParallelLayout) -> list[list[int]]:
@@ -446,7 +338,7 @@ class VllmRank:
 
 
 def vllm_tensors(w: Weights, config: Config, tp: int, rank: int, expert_parallel: bool = False) -> Weights:
-    """Returns vLLM's tensors on tensor-parallel `rank`. Padding rows are 0; has `A_log` instead of the derived `A`."""
+    """Returns vLLM's tensors on tensor-parallel `rank`. Padding rows are 0."""
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in w.items():
         stacks.setdefault(stacked_name(name)[0] if ".experts." in name else name, []).append(tensor)
@@ -478,14 +370,12 @@ def vllm_weight_slices(config: Config, rank: VllmRank) -> list[WeightSlice]:
 
 def _dtype(name: str, config: Config) -> torch.dtype:
     router = name.endswith("mlp.gate.weight") and config["model_type"] == "glm4_moe"
-    return torch.float32 if router or name.endswith(("A_log", "e_score_correction_bias")) else torch.bfloat16
+    return torch.float32 if router or name.endswith(FLOAT32) else torch.bfloat16
 
 
 def _in_fp8(one: WeightSlice) -> WeightSlice:
-    plain = one.name.removesuffix(".weight").endswith(
-        (".gate", ".shared_expert_gate", "embed_tokens", "embeddings", "lm_head")
-    )
-    if one.dtype or plain or len(one.box) != (3 if STACKED in one.name else 2) or "conv1d" in one.name:
+    plain = one.name.removesuffix(".weight").endswith((".gate", "embed_tokens", "lm_head"))
+    if one.dtype or plain or len(one.box) != (3 if STACKED in one.name else 2):
         return one
     if any(start % BLOCK for start, _ in one.local[-2:]):
         raise RefitPlanError(f"{one.name} begins inside an FP8 block")
@@ -510,7 +400,7 @@ class _Vllm:
             made = self.fused(name, weight)
             if made is not None:
                 target, parts, rows = made
-                yield _in_vllm(target), 0, parts, rows
+                yield target, 0, parts, rows
         for layer in range(self.c["num_hidden_layers"]):
             if layer_kind(self.c, layer) == "E":
                 yield from self.experts(layer)
@@ -518,10 +408,9 @@ class _Vllm:
     def fused(self, name: str, weight: Tensor) -> tuple[str, list[Tensor], int] | None:
         """The merged tensor whose first part is the parameter `name`; None for later parts and experts."""
         skipped = ("k_proj", "v_proj", "kv_a_proj_with_mqa" if self.c.get("q_lora_rank") else "-")
-        gated = "nemotron" not in self.c["model_type"]
-        if ".experts." in name or any(part in name for part in skipped) or (gated and ".up_proj" in name):
+        if ".experts." in name or any(part in name for part in skipped) or ".up_proj" in name:
             return None
-        if name.startswith(("model.embed", "backbone.embed", "lm_head")):
+        if name.startswith(("model.embed", "lm_head")):
             rows = -(-len(weight) // 64) * 64 // self.tp
             return name, [weight[self.rank * rows : (self.rank + 1) * rows]], rows
         if ".q_proj." in name and self.c["model_type"] not in LATENT:
@@ -533,20 +422,10 @@ class _Vllm:
         if ".q_a_proj." in name:
             other = self.w[name.replace("q_a_proj", "kv_a_proj_with_mqa")]
             return name.replace("q_a_proj", "fused_qkv_a_proj"), [weight, other], 0
-        if ".mixer.in_proj" in name or ".conv1d." in name:
-            parts = split_mixer(weight, self.c, with_z="in_proj" in name)
-            return name, [self.mixer_part(index, part, len(parts)) for index, part in enumerate(parts)], 0
-        if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
             return name, [self.cut(weight, 1)], 0
-        rows = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".up_proj.", "dt_bias", "A_log", ".D", "mixer.norm.weight")
+        rows = (".q_proj.", ".q_b_proj.", ".kv_b_proj.")
         return name, [self.cut(weight) if any(part in name for part in rows) else weight], 0
-
-    def mixer_part(self, index: int, part: Tensor, parts: int) -> Tensor:
-        """A single group's B and C are whole on every rank."""
-        group = index in (parts - 3, parts - 2) if parts == 5 else index > 0
-        if group and self.c["n_groups"] > 1 and self.c["n_groups"] % self.tp:
-            raise LayoutError("mamba groups")
-        return part if group and self.c["n_groups"] == 1 else self.cut(part)
 
     def heads(self, weight: Tensor) -> Tensor:
         count = self.c["num_key_value_heads"]
@@ -558,11 +437,9 @@ class _Vllm:
 
     def experts(self, layer: int) -> Iterator[tuple[str, int, list[Tensor], int]]:
         kind = self.c["model_type"]
-        base, block = ("backbone", "mixer") if kind == "nemotron_h" else ("model", "mlp")
-        prefix = f"{base}.layers.{layer}.{'block_sparse_moe' if kind == 'mixtral' else block}."
+        prefix = f"model.layers.{layer}.{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}."
         parts, down = (("w1", "w3"), "w2") if kind == "mixtral" else (("gate_proj", "up_proj"), "down_proj")
-        parts = ("up_proj",) if kind == "nemotron_h" else parts
-        to = _in_vllm(f"{prefix}experts.")
+        to = f"{prefix}experts."
         up = [self.expert_cut(self.w[f"{prefix}experts.*.{part}.weight"], 1) for part in parts]
         if len(up[0]):
             yield f"{to}w13_weight", 1, up, 0
@@ -570,10 +447,6 @@ class _Vllm:
 
     def expert_cut(self, weight: Tensor, dim: int) -> Tensor:
         return weight.tensor_split(self.tp)[self.rank] if self.ep else self.cut(weight, dim)
-
-
-def _in_vllm(name: str) -> str:
-    return name.replace("backbone.embeddings", "model.embed_tokens").replace("backbone.", "model.")
 
 
 def pad_to(weight: Tensor, rows: int) -> Tensor:

@@ -3,24 +3,19 @@
 Builds every rank's model in turn. Names, shapes and all elements of every parameter and of the router's bias must agree.
 Megatron's own `sharded_state_dict`, with which it writes layout-independent checkpoints, says which box of which global
 tensor each local tensor holds. The global tensors come from a single rank with the whole model, so a slice that is sharded,
-ordered or numbered differently names another element. `megatron_forward.py` shows by computing that a single rank's tensors
-match their Hugging Face names.
+ordered or numbered differently names another element. That a single rank's tensors match their Hugging Face names is shown
+by tests that compare logits with those of transformers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
-import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from dagrl.errors import RefitPlanError
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.megatron.source import megatron_source
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.unit.refit.weight_reference import Config, Weights, filled, hf_weights, megatron_tensors
 from tests.unit.workers.megatron_models import build_chunks, rank_of, tensors_of
@@ -50,13 +45,13 @@ def fill(chunks: Mapping[str, torch.nn.Module], weights: Weights) -> None:
             tensor.copy_(weights[name])
 
 
-def global_tensors(config: Config, weights: Weights, modules: MegatronModules) -> Weights:
+def global_tensors(config: Config, weights: Weights) -> Weights:
     """Assembles Megatron's global tensors, by checkpoint name, from a single rank."""
     alone = ParallelLayout()
     whole: Weights = {}
     with rank_of(alone, 0):
-        chunks = build_chunks(config, alone, modules)
-        fill(chunks, megatron_tensors(weights, config, alone, 0, modules))
+        chunks = build_chunks(config, alone)
+        fill(chunks, megatron_tensors(weights, config, alone, 0))
         for box in boxes_of(chunks[""]):
             whole.setdefault(box.key, torch.full(box.global_shape, torch.nan))[box.global_slice()] = box.data
     assert not any(tensor.isnan().any() for tensor in whole.values())
@@ -73,48 +68,23 @@ def part_of(whole: Weights, box: ShardedTensor) -> torch.Tensor:
     return out
 
 
-def check(config: Config, layout: ParallelLayout, modules: MegatronModules) -> None:
+def check(config: Config, layout: ParallelLayout) -> None:
     """Checks that all ranks of a layout hold what our slices describe, and together every element of the model."""
     weights = hf_weights(config)
-    whole = global_tensors(config, weights, modules)
+    whole = global_tensors(config, weights)
     replicas: defaultdict[Place, list[tuple[int, ...]]] = defaultdict(list)
     for rank in range(layout.world_size):
-        like = megatron_tensors(weights, config, layout, rank, modules)
+        like = megatron_tensors(weights, config, layout, rank)
         with rank_of(layout, rank):
-            chunks = build_chunks(config, layout, modules)
-            fill(chunks, filled(weights, megatron_weight_slices(config, layout, rank, modules), like))
+            chunks = build_chunks(config, layout)
+            fill(chunks, filled(weights, megatron_weight_slices(config, layout, rank), like))
             boxes = [box for chunk in chunks.values() for box in boxes_of(chunk)]
-            check_source(config, layout, rank, modules, chunks)
         assert sum(box.data.numel() for box in boxes) == sum(tensor.numel() for tensor in like.values())
         for box in boxes:
             assert torch.equal(box.data, part_of(whole, box)), (rank, box.key, box.global_offset)
             replicas[box.key, box.global_offset, box.local_shape].append(box.replica_id)
     for place, ids in replicas.items():
         assert len(set(ids)) == len(ids) and sum(not any(one) for one in ids) == 1, (place, ids)
-
-
-class Wrapper(torch.nn.Module):
-    """A test double of Megatron's DDP, which holds a model as `module`."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-def check_source(
-    config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules, chunks: Mapping[str, torch.nn.Module]
-) -> None:
-    """Checks that wrapped modules and Megatron's groups give the slices of the layout, and the live tensors."""
-    found = megatron_source([Wrapper(Wrapper(chunk)) for chunk in chunks.values()], config, dtype="float32")
-    wanted = [replace(one, dtype="") for one in megatron_weight_slices(config, layout, rank, modules)]
-    assert list(found.slices) == wanted
-    live = {f"{prefix}{name}": tensor for prefix, chunk in chunks.items() for name, tensor in tensors_of(chunk).items()}
-    assert {name: one.data_ptr() for name, one in found.tensors.items()} == {n: one.data_ptr() for n, one in live.items()}
-    first = next(iter(chunks.values()))
-    first.adapter = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(RefitPlanError, match=r"do not describe '.*adapter'"):
-        megatron_source(list(chunks.values()), config, dtype="float32")
-    del first.adapter
 
 
 class NotInstalled:
@@ -127,23 +97,15 @@ def do_without_gpus() -> None:
     torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
 
 
-def check_all(cases: Sequence[tuple[Config, ParallelLayout]], modules: MegatronModules) -> None:
-    """Runs every case and prints a line for each."""
-    do_without_gpus()
-    for config, layout in cases:
-        check(config, layout, modules)
-        print(config["model_type"], layout.describe(), "agrees", flush=True)
-
-
 def main() -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    from tests.unit.workers import megatron_forward
-
     torch.set_num_threads(1)
     multi_latent_attention.TELinear = NotInstalled
-    megatron_forward.check_all()
-    check_all(REAL_CASES, MegatronModules())
+    do_without_gpus()
+    for config, layout in REAL_CASES:
+        check(config, layout)
+        print(config["model_type"], layout.describe(), "agrees", flush=True)
 
 
 if __name__ == "__main__":

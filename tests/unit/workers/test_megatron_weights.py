@@ -11,7 +11,6 @@ from hypothesis import given, settings, strategies as st
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import expand, volume
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.families import FAMILIES, random_model
 from tests.unit.refit.weight_reference import (
@@ -34,11 +33,10 @@ OPTIONAL = "num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts",
 def test_slices_rebuild_what_megatron_holds(data: st.DataObject) -> None:
     config = data.draw(model_configs())
     layout = data.draw(megatron_layouts(config, limit=16))
-    modules = MegatronModules(data.draw(st.booleans()), data.draw(st.booleans()))
     weights = hf_weights(config)
     for rank in range(layout.world_size):
-        expected = megatron_tensors(weights, config, layout, rank, modules)
-        slices = megatron_weight_slices(config, layout, rank, modules)
+        expected = megatron_tensors(weights, config, layout, rank)
+        slices = megatron_weight_slices(config, layout, rank)
         assert equal(filled(weights, slices, expected), expected)  # padding rows, which no slice names, are 0 in both
 
 
@@ -96,16 +94,10 @@ REAL_CASES: list[tuple[Config, ParallelLayout]] = [
     (model_config("qwen3_moe", tie_word_embeddings=True), ParallelLayout(tp=2, dp=2, ep=2, etp=1)),
     (model_config("qwen3_moe"), ParallelLayout(tp=2, dp=2, ep=2)),
     (model_config("mixtral"), ParallelLayout(tp=2, dp=2, ep=4, etp=1)),
-    (model_config("qwen2_moe"), ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
     (model_config("glm4_moe"), ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
     (model_config("deepseek_v3"), ParallelLayout(tp=2, pp=2, ep=2, etp=1, first_stage_layers=1)),
-    (model_config("qwen2_moe"), ParallelLayout(tp=2, dp=4, ep=2)),  # experts cut twice, with replicas
+    (model_config("qwen3_moe"), ParallelLayout(tp=2, dp=4, ep=2)),  # experts cut twice, with replicas
     (model_config("deepseek_v3"), ParallelLayout(dp=4, ep=2, etp=2)),  # experts cut where attention is not
     (model_config("deepseek_v3"), ParallelLayout(tp=2, pp=2, vpp=2, cp=2, ep=2, etp=1)),
-    (model_config("deepseek_v2"), ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
     (model_config("deepseek_v3", q_lora_rank=None, n_shared_experts=None), ParallelLayout(tp=2)),
-    (model_config("nemotron_h"), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)),
-    (model_config("nemotron_h", n_groups=2, mamba_num_heads=8), ParallelLayout(tp=2, dp=2, ep=2)),
-    (model_config("nemotron_h", hybrid_override_pattern="MEME", tie_word_embeddings=True), ParallelLayout(pp=4, ep=2, dp=2)),
-    (model_config("nemotron_h", hybrid_override_pattern="EM-*", n_shared_experts=None), ParallelLayout(tp=4)),
 ]

@@ -37,18 +37,6 @@ def test_spans_cover_every_storage_and_fill_buckets_in_order(sizes: list[int], b
     assert places == list(range(sum(sizes))) and max(ends, default=0) <= bucket_bytes
 
 
-@pytest.mark.parametrize(("constant", "second"), [(False, 2.0), (True, 1.0)])
-def test_a_constant_state_is_copied_to_the_host_once(constant: bool, second: float) -> None:
-    whole = torch.ones(8)
-    state, view = StateCopy([whole[:3], whole[3:]], None, constant=constant), whole[3:]
-    for value in (1.0, second):
-        state.offload()
-        assert whole.untyped_storage().nbytes() == 0
-        state.reload()
-        assert view.tolist() == [value] * 5
-        whole.fill_(2.0)
-
-
 def test_copies_share_buckets_but_are_saved_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "BUCKET_BYTES", 1 << 12)
     staging = StagingBuffers()
