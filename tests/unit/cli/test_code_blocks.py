@@ -45,7 +45,7 @@ GIVEN: dict[str, Any] = {
 }
 """What blocks use without importing it: the public names, numpy and torch."""
 
-EXCERPTS = {"README.md": 2, "algorithms.md": 1, "embed.md": 4, "refit.md": 3, "runtime.md": 4, "view.md": 1}
+EXCERPTS = {"README.md": 2, "algorithms.md": 1, "embed.md": 4, "refit.md": 2, "runtime.md": 4, "view.md": 1}
 """The number of excerpts of each page, so that a new one is meant to be one."""
 
 

@@ -37,6 +37,17 @@ def test_spans_cover_every_storage_and_fill_buckets_in_order(sizes: list[int], b
     assert places == list(range(sum(sizes))) and max(ends, default=0) <= bucket_bytes
 
 
+def test_a_state_that_comes_back_is_where_its_views_look() -> None:
+    whole = torch.ones(8)
+    state, view = StateCopy([whole[:3], whole[3:]], None), whole[3:]
+    for value in (1.0, 2.0):
+        state.offload()
+        assert whole.untyped_storage().nbytes() == 0
+        state.reload()
+        assert view.tolist() == [value] * 5
+        whole.fill_(2.0)
+
+
 def test_copies_share_buckets_but_are_saved_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "BUCKET_BYTES", 1 << 12)
     staging = StagingBuffers()
