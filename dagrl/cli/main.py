@@ -328,10 +328,11 @@ def _inspect(options: argparse.Namespace) -> None:
         _print(inspect_time(config, options.time, options.completion))
         return
     derived = derive_from_machine(config)
-    if derived.open("policy.max_total_sequence_length"):
+    policy = derived.config.policy
+    if derived.open("policy.max_total_sequence_length") and not policy.sequence_buckets:
         logger.warning(
             "policy.max_total_sequence_length is not set: buckets are shown with %d tokens; a run derives it from its data",
-            derived.config.policy.max_total_sequence_length,
+            policy.max_total_sequence_length,
         )
     _print(inspect_config(derived.config, options.phase))
 

@@ -13,11 +13,13 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN, role_config
 from dagrl.config.settings import (
     SLOT_RANKS,
+    bucket_widths,
     generation_config,
     rows_per_sample,
     samples_per_step,
     sends_adapters,
     unshared_reason,
+    width_key,
 )
 from dagrl.errors import ConfigError, LayoutError
 
@@ -43,32 +45,37 @@ def check_settings(config: Config, plan: RunPlan) -> None:
 
 
 def _check_policy(policy: PolicyConfig) -> None:
-    widest = policy.max_total_sequence_length
+    widest, limit = bucket_widths(policy)[-1], policy.max_total_sequence_length
     if (policy.model_name is None) == (policy.random_init is None):
         found = "neither" if policy.model_name is None else "both"
         raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them, and the other to null")
+    if widest > limit:
+        raise ConfigError(
+            f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length {limit}; raise the limit or "
+            "drop the bucket"
+        )
     if not policy.sequence_packing.enabled:
         return
     purposes: tuple[Literal["train", "logprob"], ...] = ("train", "logprob")
     for purpose in purposes:
         if (found_tokens := policy.microbatch_tokens(purpose)) < widest:
             raise ConfigError(
-                f"policy.sequence_packing.{purpose}_mb_tokens is {found_tokens}, less than "
-                f"policy.max_total_sequence_length; set it to {widest} or more, as sequences are not split"
+                f"policy.sequence_packing.{purpose}_mb_tokens is {found_tokens}, less than the largest bucket of {widest} "
+                f"tokens; set it to {widest} or more, as sequences are not split"
             )
 
 
 def _check_lengths(policy: PolicyConfig, generation: GenerationConfig) -> None:
-    longest, new = policy.max_total_sequence_length, generation.max_new_tokens
-    if new >= longest:
+    widest, key, new = bucket_widths(policy)[-1], width_key(policy), generation.max_new_tokens
+    if new >= widest:
         raise ConfigError(
-            f"policy.generation.max_new_tokens is {new}, but policy.max_total_sequence_length is {longest}: no room for a "
-            "prompt. Lower the first, or raise the second"
+            f"policy.generation.max_new_tokens is {new}, but the largest bucket has {widest} tokens: no room for a prompt. "
+            f"Lower it, or raise {key}"
         )
-    if (length := generation.vllm_cfg.max_model_len or longest) < longest:
+    if (length := generation.vllm_cfg.max_model_len or widest) < widest:
         raise ConfigError(
-            f"policy.generation.vllm_cfg.max_model_len is {length}, less than policy.max_total_sequence_length {longest}; "
-            "raise the first, or lower the second"
+            f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket of {widest} tokens; "
+            f"raise it, or lower {key}"
         )
 
 

@@ -211,7 +211,10 @@ class PolicyConfig(Section):
     max_total_sequence_length: PositiveInt = derived(
         512, "the longest example, or the longest prompt and `max_new_tokens`; at most what the model has room for"
     )
-    """Longest sequence in tokens, prompt and completion together: the width of the bucket that phases are warmed up at."""
+    """Longest sequence in tokens, prompt and completion together."""
+
+    sequence_buckets: tuple[PositiveInt, ...] = ()
+    """Padded widths in tokens that phases are warmed up at. Empty: `max_total_sequence_length` alone."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -59,6 +59,16 @@ def phase_path(config: Config, name: str) -> str:
     return config.phases.get(name) or PHASES.get(name, name)
 
 
+def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
+    """Returns the token widths that phases are warmed up at, ascending."""
+    return tuple(sorted(set(policy.sequence_buckets))) or (policy.max_total_sequence_length,)
+
+
+def width_key(policy: PolicyConfig) -> str:
+    """Returns the key that limits the length of a sequence (see `bucket_widths`)."""
+    return "policy.sequence_buckets" if policy.sequence_buckets else "policy.max_total_sequence_length"
+
+
 def least_shared(policy: PolicyConfig) -> float | None:
     """Returns the part of a batch's tokens that shared prefixes must save for packed rows to have them; None: no row has."""
     choice = policy.sequence_packing.shared_prefix

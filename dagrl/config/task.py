@@ -104,7 +104,7 @@ class DataConfig(DataSourceConfig):
     or mark what is generated. `each`: every turn, each in a row that ends with it. `last`: the last turn only."""
 
     too_long: Literal["error", "drop"] = "error"
-    """What to do with an example longer than `policy.max_total_sequence_length`."""
+    """What to do with an example longer than the largest bucket."""
 
     invalid: Literal["error", "drop"] = "error"
     """What to do with a row that is not valid, or that the chat template rejects. `drop`: leave it out; the log has their

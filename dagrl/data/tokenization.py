@@ -347,10 +347,11 @@ def labels_of(pairs: Sequence[Preference]) -> npt.NDArray[np.float64] | None:
     return np.array(labels, np.float64) if labels else None
 
 
-def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str) -> list[Row]:
+def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:
     """Returns the rows of at most `room` tokens. Longer ones are an error, or dropped.
 
-    `limit` describes where the room comes from. Raises DataError that names the longest row, also if no row is left.
+    `limit` describes where the room comes from, `key` is the key that raises it. Raises DataError that names the longest
+    row, also if no row is left.
     """
     fitting = [row for row in rows if len(row) <= room]
     dropped = len(rows) - len(fitting)
@@ -359,7 +360,7 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
         advice = "shorten the data, or set data.too_long=drop" if fitting else "or shorten the data"
         raise DataError(
             f"{longest.source}: {len(longest)} tokens, but there is room for {room} ({limit}); {dropped} of {len(rows)} "
-            f"sequences are too long. Raise policy.max_total_sequence_length, {advice}"
+            f"sequences are too long. Raise {key}, {advice}"
         )
     if dropped:
         logger.warning("dropped %d of %d sequences with more than %d tokens", dropped, len(rows), room)

@@ -235,6 +235,7 @@ def _shards(config: Config, batch: Batch, rows: Sequence[Any]) -> list[Batch]:
 
     Another width would change the last bits of sums.
     """
-    (bucket,) = train_buckets(config, batch.rows)
-    parts = [with_counts(batch).select(shard) for shard in rows]
+    batch, longest = with_counts(batch), int(batch["lengths"].max())
+    bucket = next(bucket for bucket in train_buckets(config, batch.rows) if bucket.tokens >= longest)
+    parts = [batch.select(shard) for shard in rows]
     return [Batch({name: pad_rows(column, bucket) for name, column in part.fields.items()}, part.scalars) for part in parts]

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import generation_config, generation_dtype, samples_per_step
+from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
 from dagrl.data.chat import Chat
 from dagrl.errors import ConfigError
 from dagrl.imports import load_attribute
@@ -339,10 +339,12 @@ def _needs_no_earlier_logprobs(config: Config) -> bool:
 
 def _set_lengths(derived: Derived) -> None:
     policy, rolls_out = derived.config.policy, derived.generates
+    if policy.sequence_buckets:
+        derived.set("policy.max_total_sequence_length", max(policy.sequence_buckets), "the largest bucket")
     bounded = derived.config.is_set("policy.max_total_sequence_length")
     if rolls_out and bounded:
-        half = max(1, policy.max_total_sequence_length // 2)
-        derived.set(f"{ROLLOUT}.max_new_tokens", half, "half of policy.max_total_sequence_length")
+        half = max(1, bucket_widths(derived.config.policy)[-1] // 2)
+        derived.set(f"{ROLLOUT}.max_new_tokens", half, f"half of {width_key(policy)}")
     elif rolls_out:
         derived.set(f"{ROLLOUT}.max_new_tokens", NEW_TOKENS, "enough for short reasoning")
     if not bounded:
@@ -352,7 +354,7 @@ def _set_lengths(derived: Derived) -> None:
 
 
 def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Sized], hf_config: Mapping[str, Json]) -> None:
-    if not derived.open("policy.max_total_sequence_length"):
+    if derived.config.policy.sequence_buckets or not derived.open("policy.max_total_sequence_length"):
         return
     generation, positions = derived.config.policy.generation, hf_config.get("max_position_embeddings")
     longest = None if generation is None else generation.vllm_cfg.max_model_len

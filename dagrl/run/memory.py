@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config
-from dagrl.config.settings import generation_config, generation_dtype
+from dagrl.config.settings import bucket_widths, generation_config, generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.run.model import checkpoint_bytes, role_description
 
@@ -213,7 +213,7 @@ def train_memory(
     `scalar`: with one number per token in place of logits.
     """
     layout, fsdp, width = policy.train_layout, policy.backend == "fsdp", 2 if policy.precision == "bfloat16" else 4
-    longest, rows = policy.max_total_sequence_length, max(1, policy.train_global_batch_size // layout.dp)
+    longest, rows = bucket_widths(policy)[-1], max(1, policy.train_global_batch_size // layout.dp)
     tokens = min(policy.train_micro_batch_size, rows) * longest
     tokens = policy.microbatch_tokens("train") if policy.sequence_packing.enabled else tokens
     own, several = tokens / layout.cp, rows * longest > tokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from dagrl.config import Config, Json
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN, role_config
-from dagrl.config.settings import generation_config, phase_path, rows_per_sample, samples_per_step
+from dagrl.config.settings import bucket_widths, generation_config, phase_path, rows_per_sample, samples_per_step
 from dagrl.data.media import MEDIA
 from dagrl.errors import ConfigError
 from dagrl.imports import load_attribute
@@ -97,7 +97,7 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     users = ("train_step", "logprobs", "reference_logprobs")
     fields = {ROUTED_EXPERTS: Field(sizes.field_dtype)}
     requests = request_slots(generation_config(config).vllm_cfg.max_num_seqs)  # that an engine may return at once
-    room = requests * config.policy.max_total_sequence_length * sizes.token_bytes
+    room = requests * bucket_widths(config.policy)[-1] * sizes.token_bytes
     recorded = [replace(plan, fields=fields) if plan.name in users else plan for plan in plans]
     for number, plan in enumerate(recorded):
         if plan.name == "generate":
@@ -178,8 +178,9 @@ def row_bytes(buckets: tuple[Bucket, ...], columns: int) -> int:
 
 
 def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
-    """Returns the bucket of one train shard for `rows` rows over all shards."""
-    return (Bucket(math.ceil(rows / config.policy.train_layout.dp), config.policy.max_total_sequence_length),)
+    """Buckets of one train shard for `rows` rows over all shards, at every width of `policy.sequence_buckets`."""
+    per_shard = math.ceil(rows / config.policy.train_layout.dp)
+    return tuple(Bucket(per_shard, width) for width in bucket_widths(config.policy))
 
 
 def generate_plan(config: Config) -> PhasePlan:
@@ -188,7 +189,7 @@ def generate_plan(config: Config) -> PhasePlan:
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     token_bytes = 3 * 8  # id, log-probability, version
     result_bytes = requests * (generation.max_new_tokens * token_bytes + 256) + OVERHEAD_BYTES
-    shards, widest = generation.vllm_cfg.layout.dp, config.policy.max_total_sequence_length
+    shards, widest = generation.vllm_cfg.layout.dp, bucket_widths(config.policy)[-1]
     scalars: dict[str, Scalar] = {"engine_steps": (FIRST_QUANTUM,) * shards, "seconds": QUANTUM_SECONDS}
     if config.environment.agent is not None:  # room for the options of its requests; every shard gets all of it
         scalars["options"] = " " * (OPTION_BYTES * requests * shards)

@@ -20,7 +20,7 @@ from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
-from dagrl.config.settings import generation_config, phase_path
+from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
@@ -426,13 +426,13 @@ def _check_stops(config: Config, hf_config: Mapping[str, Json]) -> None:
 
 
 def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
-    widest = inputs.config.policy.max_total_sequence_length
+    widest = bucket_widths(inputs.config.policy)[-1]
     for role in ("train", *plan.model_roles):
         positions = role_description(inputs.config, role, inputs.hf_config).get("max_position_embeddings")
         if isinstance(positions, int) and positions < widest:
             whose = "the model" if role == "train" else f"the {role}"
             raise ConfigError(
-                f"{whose} has {positions} positions (max_position_embeddings), but the longest sequence {widest} tokens"
+                f"{whose} has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
             )
 
 
@@ -626,7 +626,7 @@ def _check_responses(config: Config, plan: RunPlan) -> None:
 
 
 def _fitting(config: Config, rows: list[Row], new: int = 0) -> list[Row]:
-    """Returns the rows for which there is room, with `new` tokens after them."""
-    limit = "policy.max_total_sequence_length" + (f" less policy.generation.max_new_tokens {new}" if new else "")
-    room = config.policy.max_total_sequence_length - new
-    return keep_fitting(rows, room, config.data.too_long, limit)
+    """Returns the rows for which a bucket has room, with `new` tokens after them."""
+    limit = "the largest bucket" + (f" less policy.generation.max_new_tokens {new}" if new else "")
+    room = bucket_widths(config.policy)[-1] - new
+    return keep_fitting(rows, room, config.data.too_long, limit, width_key(config.policy))

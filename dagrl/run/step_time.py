@@ -23,6 +23,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION
 from dagrl.config.run import PHASES
 from dagrl.config.settings import (
+    bucket_widths,
     generation_config,
     generation_dtype,
     least_shared,
@@ -143,7 +144,8 @@ def split_rows(policy: PolicyConfig, rows: Rows, *, trains: bool) -> tuple[int, 
         number = math.ceil(tokens / min(budget, max(1, budget // mean) * mean))
         return number, min(budget, eighth * math.ceil(tokens / number / eighth))
     number = math.ceil(count / (policy.train_micro_batch_size if trains else policy.logprob_batch_size))
-    return number, math.ceil(count / number) * policy.max_total_sequence_length
+    widths = bucket_widths(policy)
+    return number, math.ceil(count / number) * next((one for one in widths if one >= max(rows.lengths)), widths[-1])
 
 
 def active_weights(model: Decoder) -> float:

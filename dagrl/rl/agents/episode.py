@@ -81,8 +81,8 @@ class AgentEpisode:
             room = limits.room - len(prompt)
             if room < 1 or not prompt:
                 raise EndpointError(
-                    f"the conversation has {len(prompt)} tokens; expected 1 to {limits.room - 1} "
-                    "(policy.max_total_sequence_length), as an answer needs room too",
+                    f"the conversation has {len(prompt)} tokens; expected 1 to {limits.room - 1} (policy.sequence_buckets "
+                    "or policy.max_total_sequence_length), as an answer needs room too",
                     code="context_length_exceeded",
                 )
             temperature = 0.0 if body.temperature is None and self._greedy else body.temperature

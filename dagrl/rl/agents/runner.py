@@ -18,7 +18,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import Config
-from dagrl.config.settings import generation_config
+from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import printable
 from dagrl.rl.agents.episode import AgentEpisode, Limits
 from dagrl.rl.agents.protocol import MODEL
@@ -43,7 +43,7 @@ class AgentRunner:
         assert environment.agent is not None
         self.max_conversations = environment.max_conversations
         self._limits = Limits(
-            config.policy.max_total_sequence_length,
+            bucket_widths(config.policy)[-1],
             generation.max_new_tokens,
             environment.max_turns,
             generation.temperature,

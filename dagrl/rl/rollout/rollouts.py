@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
-from dagrl.config.settings import generation_config
+from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import WorkerError
 from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, options_text
 from dagrl.rl.rollout.dispatch import QuantumSize, ShardLoad, dispatch
@@ -57,7 +57,7 @@ class Rollouts:
         generation = generation_config(config)
         self._engines, self._tokenizer, self._turns, self._media = engines, tokenizer, turns, media
         self._stops = generation.stop_strings
-        self._room = config.policy.max_total_sequence_length
+        self._room = bucket_widths(config.policy)[-1]
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
         self.quantum_size = QuantumSize(generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards)

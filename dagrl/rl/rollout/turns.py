@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.config import Config
-from dagrl.config.settings import generation_config
+from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.data.chat import chat_of
 from dagrl.data.media import MediaProcessor
 from dagrl.data.replies import reply_row, text_tokens
@@ -90,7 +90,7 @@ class EnvironmentTurns:
         self._chat, self._environment, self._media = chat_of(tokenizer), environment, media
         self._stops = frozenset(generation_config(config).stop_token_ids)
         self._parses_calls = bool(config.environment.tools)  # whose marks may be special tokens
-        self._room = config.policy.max_total_sequence_length
+        self._room = bucket_widths(config.policy)[-1]
         self._calls: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
 
     @property
@@ -149,7 +149,7 @@ class EnvironmentTurns:
         episode.failure = reply.failure
         episode.prompt = reply.prompt or episode.prompt
         if reply.reason != FAILED and len(episode) >= self._room:
-            episode.failure = f"reset gave a prompt of {len(episode)} tokens; a sequence has {self._room} at most"
+            episode.failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
             self._close(group, episode)
         if episode.failure:
             episode.finish_reason = FAILED

@@ -38,7 +38,7 @@ def test_overrides_in_order(small: Path) -> None:
     words = [
         "policy.megatron_cfg.data_parallel_size=2",
         "policy.optimizer.lr=3e-4",  # text in YAML 1.1
-        "policy.generation.stop_token_ids=[16, 32]",
+        "policy.sequence_buckets=[16, 32]",
         "policy.generation.vllm_cfg.tensor_parallel_size=2",  # creates the section
         "data.path=a=b.jsonl",
         "data.val_path=null",
@@ -48,7 +48,8 @@ def test_overrides_in_order(small: Path) -> None:
     config = load_config(small, words)
     assert config.policy.megatron_cfg.layout.dp == 2
     assert config.policy.optimizer.lr == 3e-4
-    assert config.policy.generation is not None and config.policy.generation.stop_token_ids == (16, 32)
+    assert config.policy.sequence_buckets == (16, 32)
+    assert config.policy.generation is not None
     assert config.policy.generation.vllm_cfg.layout.tp == 2
     assert (config.data.path, config.data.val_path, config.seed) == ("a=b.jsonl", None, 2)
 
@@ -74,10 +75,9 @@ def test_every_error_is_listed_with_its_location(small: Path) -> None:
 
 
 def test_replaced_values_are_reported_at_the_command_line(small: Path) -> None:
-    small.write_text(SMALLEST.replace("somewhere", "somewhere, peft: {target_modules: [a, b]}"))
-    key = "policy.peft.target_modules"
-    for words in ([f"{key}=[a, 8]"], [f"{key}=null", f"{key}.1=many"]):
-        with pytest.raises(ConfigError, match=r"target_modules(\.1)? \(command line\): found (8|.*'many')"):
+    small.write_text(SMALLEST.replace("somewhere", "somewhere, sequence_buckets: [8, 16]"))
+    for words in (["policy.sequence_buckets=[8, many]"], ["policy.sequence_buckets=null", "policy.sequence_buckets.1=many"]):
+        with pytest.raises(ConfigError, match=r"policy\.sequence_buckets(\.1)? \(command line\): found .*'many'"):
             load_config(small, words)
     with pytest.raises(ConfigError, match=r"unknown key polcy \(command line\)"):
         load_config(small, ["polcy.megatron_cfg.seed=1"])
@@ -85,7 +85,7 @@ def test_replaced_values_are_reported_at_the_command_line(small: Path) -> None:
 
 @pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data", "dpo_own_data"])
 def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
-    config = load_config(EXAMPLES / f"{name}.yaml", ["policy.peft.target_modules=[q_proj]"])
+    config = load_config(EXAMPLES / f"{name}.yaml", ["policy.sequence_buckets=[8]"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "resolved.yaml") == config
 

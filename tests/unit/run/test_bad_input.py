@@ -152,14 +152,15 @@ MEGATRON.data_parallel_size=16 -> 17 workers, 16 train (dp16) + 1 generation (si
 cluster.num_cpus=1; policy.generation.vllm_cfg.data_parallel_size=8 -> 9 workers ... 1 CPU cores hold 8
 policy.random_init=null; policy.model_name=no/model -> policy.model_name ... 'no/model'
 policy.generation.max_new_tokens=14; sft.max_num_steps=0 ->
-    room for 2 (policy.max_total_sequence_length less policy.generation.max_new_tokens 14)
+    room for 2 (the largest bucket less policy.generation.max_new_tokens 14)
 policy.generation.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop ->
     room for 2 ... Raise policy.max_total_sequence_length, or shorten the data
 policy.generation.max_new_tokens=16 ->
-    policy.generation.max_new_tokens is 16 ... policy.max_total_sequence_length is 16: no room for a prompt. Lower the first
+    policy.generation.max_new_tokens is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
 policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens
+policy.sequence_buckets=[8, 32] -> sequence_buckets has 32 ... length 16
 policy.sequence_packing.enabled=true; policy.sequence_packing.train_mb_tokens=12 ->
-    policy.sequence_packing.train_mb_tokens is 12 ... policy.max_total_sequence_length ... set it to 16 or more
+    policy.sequence_packing.train_mb_tokens is 12 ... largest bucket of 16 tokens ... set it to 16 or more
 policy.sequence_packing.shared_prefix=true ->
     shared_prefix is true for train workers ... enabled is false; set it to true, or set shared_prefix=auto
 policy.sequence_packing={enabled: true, shared_prefix: true}; MEGATRON.context_parallel_size=2 ->
@@ -434,11 +435,7 @@ def test_bad_lines(line: str, message: str, run: Run, tmp_path: Path) -> None:
         (("[" * 100_000,), (), "data.jsonl, line 1: not valid JSON ... '[[["),
         ((), (), "data.jsonl' is empty"),
         ((good_lines()[0],), (), "has 1 example(s) ... data.val_path"),
-        (
-            (*good_lines(), LONG),
-            ("sft.max_num_steps=1",),
-            "data.jsonl, line 26: 3 ... room for 16 (policy.max_total_sequence_length)",
-        ),
+        ((*good_lines(), LONG), ("sft.max_num_steps=1",), "data.jsonl, line 26: 3 ... room for 16 (the largest bucket)"),
         (None, ("seed=" + "[" * 1000 + "]" * 1000,), "override 'seed=[[[ ... nested too deeply"),
     ],
     ids=["an empty line", "all invalid", "a deep line", "no line", "all held out", "too long", "a deep override"],

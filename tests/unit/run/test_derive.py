@@ -95,11 +95,13 @@ def test_completions_fit_a_model_with_a_short_context(machine: Any) -> None:
 
 
 LENGTH, RATE = "policy.max_total_sequence_length", "policy.optimizer.lr"
+BUCKETS = {LENGTH.partition(".")[2]: 1000, "sequence_buckets": [100, 300]}
 
 
 @pytest.mark.parametrize(
     ("config", "rows", "expected"),
     [
+        (minimal(policy=BUCKETS), 0, {"policy.generation.max_new_tokens": 150}),
         (minimal(policy={"max_total_sequence_length": 512}), 0, {"policy.generation.max_new_tokens": 256}),
         (minimal(policy=LORA), 9, {RATE: 1e-5}),
         (minimal(sft={"max_num_epochs": 1}), 300, {"sft.lr": 1e-5, "sft.max_num_steps": 1}),  # 512 a step

@@ -31,6 +31,7 @@ def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
     policy = {
         "train_micro_batch_size": 8,
         "generation": {},
+        "sequence_buckets": [16, 32],
         "max_total_sequence_length": 32,
         "optimizer": {"lr": 2e-4},
         "scheduler": {"lr_decay_style": "cosine"},
@@ -56,7 +57,7 @@ def test_sft_before_grpo_has_its_own_rate(algorithm: str, sft: dict[str, Any], e
 @pytest.mark.parametrize(("rows", "dp", "per_shard"), [(64, 16, 4), (64, 4, 16), (10, 1, 10), (33, 2, 17)])
 def test_buckets_have_no_more_rows_than_needed(rows: int, dp: int, per_shard: int) -> None:
     """They may have fewer rows than a microbatch holds."""
-    assert train_buckets(config("sft", {}, dp), rows) == (Bucket(per_shard, 32),)
+    assert train_buckets(config("sft", {}, dp), rows) == (Bucket(per_shard, 16), Bucket(per_shard, 32))
 
 
 @pytest.mark.parametrize("may_stop", [False, True])
