@@ -23,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +31,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from dagrl.errors import RunError
+from dagrl.errors import DeadlineError, RunError
 from dagrl.machine import gpu_count
 from dagrl.run.worker_setup import FORK, STARTED, same_user
 from dagrl.runtime.garbage import gc_paused
@@ -118,9 +119,16 @@ class ForkServer:
     """What forks the workers of a run on this machine: `server`, else one that an earlier run has left, or a new one.
 
     It ends `idle_s` after the last run that has used it, however that ended. Only what dagrl itself imports is left.
+    `call_s`: seconds that a call may take (None: any number).
     """
 
-    def __init__(self, kinds: Mapping[str, Kind], idle_s: float = 0.0, server: Server | None = None) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[str, Kind],
+        idle_s: float = 0.0,
+        server: Server | None = None,
+        call_s: float | None = None,
+    ) -> None:
         every = {**kinds, CALLS: Kind(_import_checks, base_environment())}
         pickled = {role: pickle.dumps((kind.load, sorted(kind.environment.items()))) for role, kind in every.items()}
         self._idle_s = idle_s if all(map(_is_ours, kinds.values())) else 0.0
@@ -129,6 +137,7 @@ class ForkServer:
         self._names = {role: names[kind] for role, kind in pickled.items()}
         self._server = server
         self._calls: list[Popen[bytes]] = []
+        self._call_s = call_s
         self._lease = socket.socket(socket.AF_UNIX)  # closed by the end of this process, too
         try:
             self._lease.connect(f"\0dagrl-{key}")
@@ -169,7 +178,7 @@ class ForkServer:
     def call(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
         """Begins `function(*arguments)` in a process that has torch and transformers. Returns what waits for its result.
 
-        All of it is pickled. Raises what the function raises.
+        All of it is pickled. Raises what the function raises, and DeadlineError if it takes longer than `call_s`.
         """
         words = [*self._words(CALLS), str(Path(__file__).with_name("call.py"))]
         environment = {**os.environ, **base_environment()}
@@ -177,8 +186,16 @@ class ForkServer:
         self._calls.append(process)
         call = pickle.dumps((sys.path, pickle.dumps((function, arguments))))
 
+        begin = time.monotonic()
+
         def result() -> T:
-            answer, _ = process.communicate()
+            try:
+                answer, _ = process.communicate(timeout=self._call_s and max(0.0, begin + self._call_s - time.monotonic()))
+            except TimeoutExpired as error:
+                raise DeadlineError(
+                    f"{function.__name__} has not ended within {self._call_s:g} s, with its imports; is this machine "
+                    "overloaded? To wait longer: timeouts.start_s"
+                ) from error
             if not answer:
                 raise RunError(f"the process of {function.__name__} ended with {process.returncode} before its result")
             value, error = pickle.loads(answer)  # noqa: S301

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dagrl.errors import DeadlineError
 from dagrl.machine import cpu_count
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
 
@@ -105,12 +106,15 @@ def test_what_cannot_be_forked_runs_by_itself(server: ForkServer, role: str, kin
     assert reason in server.refusals() and not server.refusals()
 
 
-def test_functions_are_called_where_torch_is(server: ForkServer) -> None:
+def test_functions_are_called_where_torch_is(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = server.call(divmod, 7, 2)
     error = server.call(int, "x")
     assert parts() == (3, 1)
     with pytest.raises(ValueError, match="invalid literal"):
         error()
+    monkeypatch.setattr(server, "_call_s", 0.1)
+    with pytest.raises(DeadlineError, match=r"sleep has not ended within 0\.1 s, .* timeouts\.start_s"):
+        server.call(time.sleep, 60)()
 
 
 def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
