@@ -16,6 +16,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import pickle
 import runpy
@@ -56,6 +57,10 @@ NVML, which stays after NVML is shut down."""
 
 COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
 """What all kinds import."""
+
+UNUSED = ("sklearn", "scipy")
+"""Packages that transformers imports where they are installed, for decoding and losses that dagrl does without: that takes
+a tenth of all imports."""
 
 MOST_KINDS = 250
 """Files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253."""
@@ -178,7 +183,8 @@ class ForkServer:
     def call(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
         """Begins `function(*arguments)` in a process that has torch and transformers. Returns what waits for its result.
 
-        All of it is pickled. Raises what the function raises, and DeadlineError if it takes longer than `call_s`.
+        All of it is pickled; what it logs is logged here. Raises what the function raises, and DeadlineError if it takes
+        longer than `call_s`.
         """
         words = [*self._words(CALLS), str(Path(__file__).with_name("call.py"))]
         environment = {**os.environ, **base_environment()}
@@ -191,14 +197,17 @@ class ForkServer:
         def result() -> T:
             try:
                 answer, _ = process.communicate(timeout=self._call_s and max(0.0, begin + self._call_s - time.monotonic()))
-            except TimeoutExpired as error:
+            except TimeoutExpired as late:
                 raise DeadlineError(
                     f"{function.__name__} has not ended within {self._call_s:g} s, with its imports; is this machine "
                     "overloaded? To wait longer: timeouts.start_s"
-                ) from error
+                ) from late
             if not answer:
                 raise RunError(f"the process of {function.__name__} ended with {process.returncode} before its result")
-            value, error = pickle.loads(answer)  # noqa: S301
+            value, error, records = pickle.loads(answer)  # noqa: S301
+            for record in records:
+                if (logger := logging.getLogger(record.name)).isEnabledFor(record.levelno):
+                    logger.handle(record)
             if error is not None:
                 raise error
             return cast("T", value)
@@ -246,10 +255,11 @@ def _serve() -> None:
     """Runs the server until no run has used it for a while. Returns in a worker, at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     _end_with_parent(signal.SIGKILL)  # also while it imports
-    with gc_paused():
+    with gc_paused(), hidden(*UNUSED):
         for module in sys.argv[1:]:
             with gpus_unasked():
                 importlib.import_module(module)
+        gc.freeze()
     with socket.socket(fileno=os.dup(0)) as pipe:
         _, (control_file, *files), _, _ = socket.recv_fds(pipe, 1, MOST_KINDS)
         words = b"".join(iter(partial(pipe.recv, 1 << 16), b""))
@@ -328,19 +338,16 @@ class _Imports(NamedTuple):
 def _load(kind: bytes) -> _Imports:
     """Imports the libraries of a kind."""
     before, variables = dict(os.environ), dict[str, str]()
-    sys.modules["ray"] = None  # type: ignore[assignment]  # when imported it reads settings, which a worker has of its own
     try:
-        with gc_paused(), gpus_unasked():
+        with gc_paused(), gpus_unasked(), hidden("ray"):  # when imported it reads settings, which a worker has of its own
             load, items = pickle.loads(kind)  # noqa: S301
             variables = dict(items)
             os.environ.update(variables)
             load()
+            gc.freeze()
     except Exception:  # the worker will raise it again
         return _Imports(traceback.format_exc(), variables)
-    finally:
-        del sys.modules["ray"]
     changed = {name: value for name, value in os.environ.items() if (before | variables).get(name) != value}
-    gc.freeze()
     return _Imports(_why_not_to_fork(), variables, changed)
 
 
@@ -352,6 +359,18 @@ def _why_not_to_fork() -> str:
     tasks = (Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task") if int(task) != os.getpid())
     threads = [name for task in tasks if not (name := task.read_text().strip()).startswith(HARMLESS)]
     return f"the imports started the threads {', '.join(threads)}" if threads else ""
+
+
+@contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Lets nothing import these packages in the block."""
+    absent = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for package in absent:
+            del sys.modules[package]
 
 
 @contextmanager

@@ -110,7 +110,8 @@ def character_tokenizer(characters: str, chat_template: str | None = None) -> Pr
 def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
     """Returns the configured tokenizer: from a directory, or made of `tokenizer_characters`.
 
-    Raises ConfigError if there is none, or if it has no end-of-sequence token.
+    Imports torch to read a directory, as transformers does. Raises ConfigError if there is none, if it has no
+    end-of-sequence token, or if transformers rejects the model's `config.json`.
     """
     init, template = policy.random_init, policy.tokenizer.chat_template
     if policy.tokenizer.name is None and init is not None:
@@ -120,6 +121,8 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
             )
         return character_tokenizer(init.tokenizer_characters, template)
     own = policy.tokenizer.name is not None
+    if own and policy.model_name is not None:
+        _check_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
     key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
     directory = _existing_directory(name, key)
     tokenizer = _read_tokenizer(directory, key)
@@ -136,8 +139,7 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
 
 
 def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
-    if (directory / CONFIG).exists():
-        _read_description(directory, key)  # transformers reads it too
+    _check_description(directory, key)  # transformers reads it too
     from transformers import AutoTokenizer
 
     advice = f"save the model's tokenizer there, or name its directory in {TOKENIZER_KEY}"
@@ -290,13 +292,19 @@ def role_description(config: Config, role: str, hf_config: Mapping[str, Json]) -
 
 
 def check_other_tokenizers(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raises ConfigError unless all models next to the policy have the tokens of the policy's tokenizer."""
-    for key, name in model_names(config).items():
-        if name is not None and key not in ("policy.model_name", TOKENIZER_KEY):
-            _check_tokenizer(_existing_directory(name, key), key, tokenizer)
+    """Raises ConfigError unless transformers takes all models next to the policy, with the tokens of its tokenizer."""
+    for key, name in other_models(config).items():
+        _check_tokenizer(_existing_directory(name, key), key, tokenizer)
+
+
+def other_models(config: Config) -> dict[str, str]:
+    """Returns the directories of models next to the policy, by their keys."""
+    own = ("policy.model_name", TOKENIZER_KEY)
+    return {key: name for key, name in model_names(config).items() if name is not None and key not in own}
 
 
 def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    _check_description(directory, key)
     rows, tokens = _read_description(directory, key).get("vocab_size"), token_count(tokenizer)
     if isinstance(rows, int) and rows < tokens:
         raise ConfigError(
@@ -421,20 +429,25 @@ def _vocabulary(init: RandomInit, tokens: int) -> int:
 
 
 def _read_description(directory: Path, key: str) -> dict[str, Json]:
-    """Reads a checkpoint's `config.json`. Raises ConfigError if it is missing or if transformers rejects it.
+    """Reads a checkpoint's `config.json`. Raises ConfigError if it is missing."""
+    return _read_object(directory / CONFIG, key)
+
+
+def _check_description(directory: Path, key: str) -> None:
+    """Raises ConfigError if there is a `config.json` that transformers rejects.
 
     The worker classes check a `model_type` that transformers does not know.
     """
+    path = directory / CONFIG
+    if not path.exists():
+        return
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    path = directory / CONFIG
-    description = _read_object(path, key)
-    if description.get("model_type") in list(CONFIG_MAPPING):
+    if _read_object(path, key).get("model_type") in list(CONFIG_MAPPING):
         try:
             AutoConfig.from_pretrained(directory, local_files_only=True)
         except Exception as error:  # transformers raises a different class for each check
             raise ConfigError(f"{key}: transformers rejects {path}: {_reason(error)}; correct that file") from error
-    return description
 
 
 def _reason(error: Exception) -> str:

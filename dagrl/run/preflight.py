@@ -77,6 +77,7 @@ from dagrl.run.model import (
     generation_defaults,
     load_tokenizer,
     model_description,
+    other_models,
     role_description,
     set_date,
     token_count,
@@ -85,6 +86,7 @@ from dagrl.run.model import (
 from dagrl.run.plans import load_phase, run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
+from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import check_worker_class
@@ -193,9 +195,10 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     questions = load_sets(config.evaluation)
     if early is not None:
         early.begin_cluster(config)
-    tokenizer, hf_config = _open_text(derived)
+    tokenizer, hf_config = _open_text(derived, early)
     config = derived.config
-    check_other_tokenizers(config, tokenizer)
+    if other_models(config):
+        _apart(early, check_other_tokenizers, config, tokenizer)()
     check_model(config, plan, hf_config, workers)
     _check_stops(config, hf_config)
     if resumed is not None:
@@ -248,12 +251,15 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
 
 
-def _open_text(derived: Derived) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
+def _open_text(derived: Derived, early: Early | None = None) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
     """Returns the tokenizer and the model's `config.json`, downloaded if need be, and derives what follows from the
     tokenizer."""
     derived.config, origins = with_local_models(derived.config)
     derived.reasons |= origins
-    tokenizer = load_tokenizer(derived.config.policy)
+    loaded = _apart(early, load_tokenizer, derived.config.policy)
+    with gc_paused():
+        from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
+    tokenizer = loaded()
     derive_chat(derived, tokenizer.chat_template is not None)
     _keep_date(derived, tokenizer, RunPaths.of(derived.config))
     return tokenizer, model_description(derived.config.policy, token_count(tokenizer))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from dagrl.run.fork_server import gpus_unasked
+from dagrl.run.fork_server import gpus_unasked, hidden
 
 
 def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +21,11 @@ def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) 
     with gpus_unasked():
         assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     assert torch.cuda.is_available is torch.cuda.device_count is opens_nvml
+
+
+def test_what_is_hidden_cannot_be_imported_meanwhile() -> None:
+    with hidden("antigravity", "sys"):
+        assert importlib.util.find_spec("antigravity") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("antigravity")
+    assert importlib.util.find_spec("antigravity") is not None and sys.modules["sys"] is sys

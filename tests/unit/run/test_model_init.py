@@ -117,14 +117,15 @@ def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
 
 def test_a_configuration_that_transformers_rejects(tmp_path: Path) -> None:
     written(tmp_path / "a")
+    written(tmp_path / "b")
     policy, path = PolicyConfig(model_name=str(tmp_path / "a")), tmp_path / "a" / "config.json"
     good = json.loads(path.read_text())
     path.write_text(json.dumps({**good, "num_hidden_layers": 2}))
     refused = r"policy\.model_name: transformers rejects .*config\.json: .*`num_hidden_layers` \(2\) must be equal"
     with pytest.raises(ConfigError, match=refused):
-        model_description(policy, 0)
-    with pytest.raises(ConfigError, match=refused):
         load_tokenizer(policy)
+    with pytest.raises(ConfigError, match=refused):
+        load_tokenizer(PolicyConfig(model_name=str(tmp_path / "a"), tokenizer=TokenizerConfig(name=str(tmp_path / "b"))))
     path.write_text(json.dumps({"model_type": "gpt9"}))
     assert model_description(policy, 0) == {"model_type": "gpt9"}  # it is for the worker classes to say
 
