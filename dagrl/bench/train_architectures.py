@@ -8,7 +8,7 @@ GRPO steps with it, on two data-parallel, tensor-parallel or context-parallel ra
 packed ones where the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process,
 row by row without padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a
 vLLM engine, whose samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a
-deadline. On a machine with three GPUs each process has one, for engines whose kernels CPUs lack.
+deadline. On a machine with GPUs each process has one, for engines whose kernels CPUs lack; of two, vLLM shares the second.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.channels import ChannelSpec
 from dagrl.channels.spec import ChannelKind
 from dagrl.config import Config, OptimizerConfig
+from dagrl.machine import gpu_count
 from dagrl.refit import TIED_HEAD, plan_refit
 from dagrl.rl.losses import kl_estimate
 from dagrl.runtime.layout import ParallelLayout
@@ -382,7 +383,8 @@ def sharded_steps(config: Config, case: Case, *, generates: bool) -> tuple[list[
                 continue
             try:
                 if engine is None:
-                    [engine] = stack.enter_context(members(VllmWorker, config, ParallelLayout(), layout.world_size))
+                    device = min(layout.world_size, max(gpu_count(), 1) - 1)
+                    [engine] = stack.enter_context(members(VllmWorker, config, ParallelLayout(), device))
                     _connect(ranks, engine, config)
                 else:
                     _refit(ranks, engine, number)
@@ -398,7 +400,7 @@ def _connect(ranks: Sequence[Member], engine: Member, config: Config) -> None:
     sources, wanted = together(ranks, "weight_slices", [()] * len(ranks)), engine.begin("weight_slices").result()
     aliases = TIED_HEAD if hf_config.get("tie_word_embeddings") else None
     plan, address = plan_refit(sources, [wanted], dtype="float32", aliases=aliases), f"127.0.0.1:{reserve_port()}"
-    kind: ChannelKind = "nccl" if torch.cuda.is_available() else "gloo"
+    kind: ChannelKind = "nccl" if gpu_count() > len(ranks) else "ipc" if gpu_count() else "gloo"
     specs = [(plan.for_rank(rank), ChannelSpec(kind, address, rank, plan.size, TIMEOUT_S)) for rank in range(plan.size)]
     together([*ranks, engine], "prepare_refit", specs)
 
