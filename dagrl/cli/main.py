@@ -269,9 +269,9 @@ def _train(options: argparse.Namespace) -> None:
 @contextmanager
 def _imports_begun(config: Config) -> Iterator[Server | None]:
     """Begins to import what workers on this machine need, unless an earlier run may have left that."""
-    from dagrl.run.fork_server import Server, forks_here
+    from dagrl.run.fork_server import Server, forks_here, some_server
 
-    if config.cluster.keep_imports_s or not forks_here(config.cluster):
+    if not forks_here(config.cluster) or (config.cluster.keep_imports_s and some_server()):
         yield None
         return
     server = Server()

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PREFIX = "dagrl-"
+"""The beginning of the names of a server's sockets."""
+
 CALLS = "calls"
 """The kind of process for `ForkServer.call`."""
 
@@ -115,6 +118,11 @@ def forks_here(cluster: ClusterConfig) -> bool:
     return cluster.address is None and sys.platform == "linux" and (cluster.keep_imports_s > 0 or not gpu_count())
 
 
+def some_server() -> bool:
+    """Returns whether a run on this machine has a server, or has left one. It need not have the imports of another run."""
+    return f"@{PREFIX}" in Path("/proc/net/unix").read_text()
+
+
 def base_environment() -> dict[str, str]:
     """Returns the variables of the server, which those of every kind contain."""
     return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -138,16 +146,16 @@ class ForkServer:
         pickled = {role: pickle.dumps((kind.load, sorted(kind.environment.items()))) for role, kind in every.items()}
         self._idle_s = idle_s if all(map(_is_ours, kinds.values())) else 0.0
         key = _key(pickled.values()) if self._idle_s else uuid.uuid4().hex
-        names = {kind: f"dagrl-{key}-{sha256(kind).hexdigest()[:16]}" for kind in pickled.values()}
+        names = {kind: f"{PREFIX}{key}-{sha256(kind).hexdigest()[:16]}" for kind in pickled.values()}
         self._names = {role: names[kind] for role, kind in pickled.items()}
         self._server = server
         self._calls: list[Popen[bytes]] = []
         self._call_s = call_s
         self._lease = socket.socket(socket.AF_UNIX)  # closed by the end of this process, too
         try:
-            self._lease.connect(f"\0dagrl-{key}")
+            self._lease.connect(f"\0{PREFIX}{key}")
         except ConnectionRefusedError:
-            self._start(f"dagrl-{key}", names)
+            self._start(f"{PREFIX}{key}", names)
             return
         if server is not None:
             server.kill()
