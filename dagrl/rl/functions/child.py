@@ -93,7 +93,7 @@ def main() -> None:
             else:
                 answers = answer_together(loop, function, columns, batched=batched)
             faulthandler.cancel_dump_traceback_later()
-            if arguments != "episodes":  # the next call finds a clean loop
+            if arguments != "episodes" and loop.tasks:  # the next call finds a clean loop
                 loop.run(_end_tasks())
             reply(number, answers)
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
@@ -73,6 +73,11 @@ class LoopThread:
         self._thread.join()
         self._loop.close()
 
+    @property
+    def tasks(self) -> set[asyncio.Task[Any]]:
+        """The tasks that have not ended."""
+        return asyncio.all_tasks(self._loop)
+
     def spawn(self, call: Coroutine[Any, Any, Item]) -> Future[Item]:
         """Runs the coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -100,7 +105,7 @@ class FunctionProcess:
         self._command = [path, key, *how, str(deadline.seconds), deadline.key, json.dumps(prepare or {})]
         self._deadline, self._start = deadline, start
         self._batched, self._concurrency, self._cancels = batched, concurrency, arguments == "agents"
-        self._starting = asyncio.Lock()
+        self._starting, self._turn = asyncio.Lock(), asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None  # once the function is imported
         self._reading: asyncio.Task[None] | None = None
@@ -137,8 +142,9 @@ class FunctionProcess:
     async def request(self, content: Any, seconds: float) -> Any:
         """Returns the answer of the process. Cancelling this cancels the request there, if it is an agent's.
 
-        Ends the process after so many seconds and raises TimeoutError, which has the function's line. Raises LostError if it
-        ends, RunError if the function was never imported in time.
+        Requests that are no agent's are answered in turn. One that is lost before its turn is sent again. Ends the process
+        after so many seconds of a turn and raises TimeoutError, which has the function's line. Raises LostError if it ends,
+        RunError if the function was never imported in time.
         """
         try:
             await self._ready()
@@ -149,21 +155,30 @@ class FunctionProcess:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
+            self._write((number, content))
+            async with nullcontext() if self._cancels else self._turn:
+                if not answer.done() or answer.exception() is None:
+                    return await self._answered(number, answer, seconds)
+        except asyncio.CancelledError:
+            if self._cancels:
+                with suppress(LostError):
+                    self._write((number, None))
+                    await self._drain()
+            raise
+        finally:
+            self._pending.pop(number, None)
+        return await self.request(content, seconds)
+
+    async def _answered(self, number: int, answer: asyncio.Future[Any], seconds: float) -> Any:
+        try:
             async with asyncio.timeout(seconds):
-                await self._send((number, content))
+                await self._drain()
                 return _unpickled(await answer)
         except TimeoutError:
             self._pending.pop(number, None)
             place = "" if self._trace is None else place_in_dump(os.pread(self._trace.fileno(), TRACE_BYTES, 0).decode())
             await self._end()
             raise TimeoutError(place) from None
-        except asyncio.CancelledError:
-            if self._cancels:
-                with suppress(LostError):
-                    await self._send((number, None))
-            raise
-        finally:
-            self._pending.pop(number, None)
 
     async def close(self) -> None:
         """Ends the process for good."""
@@ -234,10 +249,14 @@ class FunctionProcess:
         if failure is not None:
             raise RunError(f"{failure}. The driver could import it, but the process that runs it could not")
 
-    async def _send(self, message: object) -> None:
+    def _write(self, message: object) -> None:
         if self._writer is None:
             raise LostError(ENDED)
         self._writer.write(pickle.dumps(message))
+
+    async def _drain(self) -> None:
+        if self._writer is None:
+            raise LostError(ENDED)
         try:
             await self._writer.drain()
         except OSError as error:

@@ -77,7 +77,8 @@ class FunctionRunner:
         ]
         self._spare = self._processes[started:]
         self._idle: asyncio.LifoQueue[FunctionProcess] = asyncio.LifoQueue()
-        for process in self._processes[:started]:
+        ahead = 2 if started == 1 and batched and arguments == "named" else 1  # the second waits in the process
+        for process in self._processes[:started] * ahead:
             self._idle.put_nowait(process)
         self._loop = LoopThread(key)
 

@@ -52,6 +52,17 @@ def test_samples_that_hang_fail_alone(tmp_path: Path) -> None:
     assert noted.read_text().splitlines() == ["hang", *completions]
 
 
+def test_a_call_that_waits_behind_a_lost_one_is_sent_again(tmp_path: Path) -> None:
+    """Two calls are in the process at once. Each has its own deadline, and the second fails for nothing of the first's."""
+    noted = tmp_path / "calls"
+    with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:noted", max_failed_share=1.0, timeout_s=0.7)) as runner:
+        calls = [runner.submit([str(noted)], [text], ["r"]) for text in ("hang", "ab", "hang", "hang", "abc")]
+        rewards = [rewards_of(call.result()) for call in calls]
+    assert [reward.values.tolist() for reward in rewards] == [[0.0], [2.0], [0.0], [0.0], [3.0]]
+    assert [reward.failed for reward in rewards] == [1, 0, 1, 1, 0]
+    assert noted.read_text().split() == ["hang", "ab", "hang", "hang", "abc"]
+
+
 def test_answers_are_pickled_by_value_and_invalid_ones_fail_alone() -> None:
     """`multiprocessing` would share torch tensors. Classes of answers may raise in pickling, unpickling and `float`."""
     said = {
