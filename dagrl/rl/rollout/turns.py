@@ -196,8 +196,10 @@ class EnvironmentTurns:
 
     def _renders_again(self, episode: Episode) -> bool | None:
         """Returns whether the template writes the conversation up to the last turn with the tokens that it has."""
+        if not episode.replies or any(isinstance(reply, str) for reply in episode.replies):
+            return None
         texts, prompt = self._texts(episode), episode.prompt
-        if not 0 < len(episode.replies) == len(texts) - 1 or any(isinstance(reply, str) for reply in episode.replies):
+        if len(episode.replies) != len(texts) - 1:
             return None
         tokens = [*prompt.tokens.tolist(), *episode.tokens[: episode.turn_start].tolist()]
         ids = None

@@ -230,6 +230,14 @@ def test_the_overhead_of_quanta_is_recorded() -> None:
     assert bench.rollouts.quantum_size.overhead_s == 0.25
 
 
+def test_without_an_environment_no_turn_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a conversation is rendered again, and only then are the texts of its turns needed."""
+    bench = Bench()
+    monkeypatch.setattr(bench.turns, "_chat", None)
+    bench.rollouts.start(group(0, fresh(1), fresh(2)))
+    assert [episode.renders_again for item in bench.finish() for episode in item.episodes] == [None, None]
+
+
 def test_settle_collects_finished_answers() -> None:
     environment = ManualEnvironment()
     bench, ends, fails, goes_on = Bench(environment), *(begun(2, turns=1) for _ in range(3))
