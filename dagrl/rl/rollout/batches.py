@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
-from dagrl.config.settings import rows_per_sample
+from dagrl.config.settings import bucket_widths, rows_per_sample
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.algorithm import Algorithm, advantages_of
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
@@ -32,7 +32,9 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int,
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
-    batch = train_batch(samples, advantages(algorithm, groups, step), valid, rows_per_sample(config), media=media)
+    widths = bucket_widths(config.policy)  # so that shards do not pad them
+    values = advantages(algorithm, groups, step)
+    batch = train_batch(samples, values, valid, rows_per_sample(config), media=media, widths=widths)
     batch = with_experts(config, batch, [sample.completion for sample in samples])
     return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
 
@@ -67,7 +69,7 @@ def advantages(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int) -
     if config.reward.shuffle:  # a control run that cannot learn
         values[valid] = np.random.default_rng((config.seed, step)).permutation(values[valid])
     rewards, answered = (column.reshape(len(groups), -1) for column in (values, valid))
-    lengths = [sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)]
+    lengths = [sum(np.count_nonzero(row.sampled) for row in sample.rows) for sample in samples_in(groups)]
     table = advantages_of(algorithm, rewards, answered, np.array(lengths, np.float64).reshape(len(groups), -1))
     return table.reshape(-1).astype(np.float32)
 
@@ -79,14 +81,15 @@ def train_batch(
     rows_per_sample: int = 1,
     *,
     media: bool = False,
+    widths: Sequence[int] = (),
 ) -> Batch:
     """Returns samples as token-aligned rows. Only tokens that the policy made have a loss mask and an advantage.
 
-    Samples that are not `valid` [samples] have no token in the loss. A sample with fewer than `rows_per_sample` sequences
-    has empty rows too.
+    `widths`: see `token_rows`. Samples that are not `valid` [samples] have no token in the loss. A sample with fewer than
+    `rows_per_sample` sequences has empty rows too.
     """
     episodes = [row for sample in samples for row in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
-    rows = token_rows(episodes, media=media)
+    rows = token_rows(episodes, media=media, widths=widths)
     mask, generation_logprobs = (np.zeros(rows["tokens"].shape, np.float32) for _ in range(2))
     for row, episode in enumerate(episodes):
         if valid is None or valid[row // rows_per_sample]:

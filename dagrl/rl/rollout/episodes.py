@@ -246,13 +246,16 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
     return lengths
 
 
-def token_rows(episodes: Sequence[Episode], *, media: bool = False) -> Batch:
-    """Returns sequences as rows: `tokens` [sequences, longest], prompt and completion so far, and `lengths`.
+def token_rows(episodes: Sequence[Episode], *, media: bool = False, widths: Sequence[int] = ()) -> Batch:
+    """Returns sequences as rows: `tokens` [sequences, width], prompt and completion so far, and `lengths`.
+
+    The width is the first of the ascending `widths` that holds the longest, or its length.
 
     With `media`, also that field (`dagrl.data.media`).
     """
     lengths = [len(episode) for episode in episodes]
-    tokens = np.zeros((len(episodes), max(lengths, default=1)), np.int64)
+    longest = max(lengths, default=1)
+    tokens = np.zeros((len(episodes), next((width for width in widths if width >= longest), longest)), np.int64)
     for row, episode, end in zip(tokens, episodes, lengths, strict=True):  # a mask of all rows would take four times as long
         start = len(episode.prompt.tokens)
         row[:start], row[start:end] = episode.prompt.tokens, episode.tokens

@@ -140,7 +140,9 @@ def test_records_reach_the_phases_that_use_them() -> None:
     assert phases["train_step"].inputs is not None and phases["logprobs"].inputs is not None
     check_batch("train_step", batch, field_types(phases["train_step"].inputs))
     check_batch("logprobs", input_of(phases["logprobs"], batch.with_scalars(step=1)), field_types(phases["logprobs"].inputs))
-    early = with_experts(CONFIG, token_rows(episodes), episodes)
+    width = CONFIG.policy.max_total_sequence_length
+    assert batch["tokens"].shape == (2, width), "shards would pad, and so copy, narrower rows"
+    early = with_experts(CONFIG, token_rows(episodes, widths=[width]), episodes)
     found = field_bytes(batch[ROUTED_EXPERTS])
     np.testing.assert_array_equal(field_bytes(early[ROUTED_EXPERTS]), found)
     for row, one in enumerate(episodes):
