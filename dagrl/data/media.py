@@ -21,9 +21,11 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from os import cpu_count
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
@@ -55,6 +57,9 @@ PROCESSOR_FILES = (
 
 KEPT_BYTES = 2 << 30
 """Bytes of the tensors of images that a worker keeps: an image of full HD may take 50 MB."""
+
+THREADS = min(8, cpu_count() or 1)
+"""Images that a worker prepares at once."""
 
 Value = TypeVar("Value")
 
@@ -289,12 +294,27 @@ class MediaCache(Generic[Value]):
 
     def __call__(self, medium: int) -> Value:
         """Returns the value of an image."""
-        if medium in self._values:
-            value = self._values.pop(medium)
-        else:
-            value = self.make(medium)
-            self._bytes += self.bytes_of(value)
+        if medium not in self._values:
+            return self._keep(medium, self.make(medium))
+        self._values[medium] = value = self._values.pop(medium)  # now the latest
+        return value
+
+    def prepare(self, media: Iterable[int]) -> None:
+        """Makes the values of images that it lacks, several at once, as far as half of its bytes go.
+
+        Alone at first, so that a processor has settled how its tokenizer pads before threads share it.
+        """
+        lacking = [medium for medium in dict.fromkeys(media) if medium not in self._values]
+        made = 0
+        with ThreadPoolExecutor(THREADS) as pool:
+            while lacking and made < self.most // 2:
+                now, lacking = lacking[: THREADS if made else 1], lacking[THREADS if made else 1 :]
+                for medium, value in zip(now, pool.map(self.make, now), strict=True):
+                    made += self.bytes_of(self._keep(medium, value))
+
+    def _keep(self, medium: int, value: Value) -> Value:
         self._values[medium] = value
+        self._bytes += self.bytes_of(value)
         while self._bytes > self.most:
             self._bytes -= self.bytes_of(self._values.pop(next(iter(self._values))))
         return value

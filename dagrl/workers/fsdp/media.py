@@ -8,7 +8,7 @@ sequences have, as those of a group do, is computed once. Imported only where to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, groupby, pairwise
@@ -87,6 +87,15 @@ class MediaInputs:
         self._placeholders = sorted(processor.image_token_ids)
         self._ropes = has_ropes(base)  # and features of each image
         self._repeats: list[int] = []  # the number of each image of a microbatch among different ones, if some are equal
+
+    def prepare(self, media: Iterable[Tensor | None]) -> None:
+        """Makes the tensors of the images of microbatches, by their tokens' media, several at once.
+
+        Each microbatch would else wait for its own, and the GPU with it.
+        """
+        ids = [one[one < 0] for one in media if one is not None]
+        if ids and False not in self._joins.values():
+            self._made.prepare((-torch.cat(ids)).tolist())
 
     def arguments(self, tokens: Tensor, positions: Tensor, media: Tensor) -> dict[str, Any]:
         """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""

@@ -64,6 +64,8 @@ class ShardedModel:
         reports, routers = [], self._routers
         if routers is not None:
             routers.begin(microbatches, counting=backward)
+        if self.root.media is not None:
+            self.root.media.prepare(item.media for item in microbatches.items)
         for number, item in enumerate(microbatches.items, start=1):
             with nullcontext() if routers is None else routers.running(item.routed):
                 output = self._outputs(item)

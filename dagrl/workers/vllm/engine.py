@@ -219,6 +219,8 @@ class QuantumEngine:
         if self._stepping:
             raise RunError("an earlier quantum failed inside vLLM; restart the generation workers")
         self._check(requests)
+        if self._media is not None:
+            self._media.prepare(request.media for request in requests)
         self._stepping = True
         for request in requests:
             self._add(request)

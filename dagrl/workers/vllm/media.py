@@ -6,7 +6,7 @@ the tensors of an image, once for all requests that have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ class EngineMedia:
         self._processor: Any = engine.renderer.get_mm_processor()
         self._open_image = open_image
         self._item = MediaCache(self._make_item, item_bytes)
+
+    def prepare(self, requests: Iterable[Sequence[int]]) -> None:
+        """Makes the tensors of the images of requests, by the media of their tokens, several at once."""
+        self._item.prepare(-medium for media in requests for medium in media if medium < 0)
 
     def input(self, tokens: Sequence[int], media: Sequence[int], cache_salt: str) -> Any:
         """Returns the engine's input of `tokens`, of which those with an id in `media` stand for that image."""

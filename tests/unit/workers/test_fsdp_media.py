@@ -337,6 +337,16 @@ def test_a_cache_keeps_the_latest_images_within_its_bytes() -> None:
     assert made == [3, 4, 5, 4, 11, 3], "4 goes for 5, then 5 for 4; what is larger than all is not kept"
 
 
+def test_a_cache_prepares_images_once_and_within_its_bytes() -> None:
+    made: list[int] = []
+    cache = MediaCache(lambda number: made.append(number) or "x" * number, len, most=60)
+    cache(2)
+    cache.prepare([5, 2, 5, 7])
+    assert sorted(made) == [2, 5, 7] and cache(7) == "x" * 7 and cache(5) == "x" * 5 and len(made) == 3
+    cache.prepare([31, 8])
+    assert made[-1] == 31, "half of the bytes are made, and the rest when it is asked for"
+
+
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
 def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -> None:  # noqa: F811
     """Hidden states are those of transformers' model with PEFT's own adapters, which has no others."""
