@@ -23,17 +23,23 @@ CASES = [
     (Case("phi", {DP: 2}, {"activation_checkpointing": "full"}), ("dense", "fc2")),
     (Case("qwen3_tied"), ("v_proj", "layers.1.mlp.up_proj")),
     (Case("qwen3", {DP: 2, TP: 2}), ("q_proj", "o_proj", "layers.1.mlp.down_proj")),
+    (Case("qwen3_moe", {DP: 2}, packed=True), ("q_proj",), ("experts.gate_up_proj", "experts.down_proj")),
+    (Case("qwen3_moe_mixed", {DP: 2, CP: 2}), ("v_proj",), ("layers.2.mlp.experts.down_proj",)),
 ]
 IN_CI = "gemma3-dp2-packed"  # test_fsdp_layouts.py has the other models and settings
 
 
 @pytest.mark.parametrize(
-    ("case", "targets"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (str(one[0]) != IN_CI), id=str(one[0])) for one in CASES],
+    ("case", "targets", "experts"),
+    [
+        pytest.param(case, targets, *(experts or [()]), marks=[pytest.mark.slow] * (str(case) != IN_CI), id=str(case))
+        for case, targets, *experts in CASES
+    ],
 )
 def test_steps_and_files_match_peft(
     case: Case,
     targets: tuple[str, ...],
+    experts: tuple[str, ...],
     megatron_pool: MegatronPool,
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
@@ -42,8 +48,8 @@ def test_steps_and_files_match_peft(
     from transformers import AutoModelForCausalLM
 
     model, batch = tiny_model(case.model), reference.make_batch()
-    peft = Peft(model, tmp_path / "theirs", targets)
-    settings = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets}
+    peft = Peft(model, tmp_path / "theirs", targets, experts)
+    settings = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets, "target_parameters": experts}
     config = case.config(model, optimizer=UNCLIPPED, peft={**settings, "adapter_path": str(peft.directory)})
     with torch.no_grad(), peft.model.disable_adapter():
         base = reference.hf_logprobs(peft.model, batch)[0].numpy()
@@ -102,6 +108,16 @@ def test_a_refit_of_adapters_sends_both_factors_whole(
             "target_modules has 'qkv', which no linear layer outside of experts is called",
         ),
         ("qwen3_moe", {DP: 2, EP: 2}, {}, "have no adapters next to expert parallelism"),
+        ("qwen3_moe", {TP: 2}, {"target_parameters": ["down_proj"]}, "split over tensor-parallel ranks have no adapters"),
+        ("qwen3_moe", {}, {"target_parameters": ["down_proj"], "refit": "adapters"}, "have none of experts; set .*=merged"),
+        ("qwen3_moe", {}, {"target_parameters": ["down_proj"], "dim": 6}, "take multiples of 4, such as 8"),
+        (
+            "qwen3_moe",
+            {},
+            {"target_parameters": ["up_proj"]},
+            "no weight of experts .* expected experts.gate_up_proj, experts.d",
+        ),
+        ("qwen3", {}, {"target_parameters": ["down_proj"]}, "the model has no experts that can have adapters"),
         (
             "qwen3_moe",
             {DP: 2},

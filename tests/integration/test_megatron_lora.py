@@ -34,13 +34,17 @@ def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], mega
 class Peft:
     """A Hugging Face model with random adapters of the peft package, saved to `directory`."""
 
-    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...]) -> None:
+    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...], experts: tuple[str, ...] = ()) -> None:
         peft = pytest.importorskip("peft")
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(5)
         settings = peft.LoraConfig(
-            r=DIM, lora_alpha=ALPHA, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
+            r=DIM,
+            lora_alpha=ALPHA,
+            target_modules=list(targets) or "all-linear",
+            target_parameters=experts or None,
+            task_type="CAUSAL_LM",
         )
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.model, self.directory = peft.get_peft_model(base, settings), directory

@@ -16,6 +16,7 @@ from dagrl.machine import gpu_count
 from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
+from dagrl.workers.train.adapters import is_chosen_parameter
 from dagrl.workers.train.hf_load import check_shared
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,24 @@ def unpackable(config: Config, hf_config: Mapping[str, Json]) -> str:
     return unseparated(kind, model, chosen, images=config.data.images.enabled)
 
 
+def _check_expert_adapters(policy: PolicyConfig, layout: ParallelLayout) -> None:
+    """Raises ConfigError for settings next to which experts have no adapters."""
+    has = "policy.peft.target_parameters is set"
+    if policy.peft.refit == "adapters":
+        raise ConfigError(f"{has}, but refits of adapters alone have none of experts; set policy.peft.refit=merged")
+    if layout.tp > 1:
+        raise ConfigError(
+            f"{has}, but experts that are split over tensor-parallel ranks have no adapters; set "
+            "policy.fsdp_cfg.tensor_parallel_size to 1"
+        )
+    multiple = 4 if policy.precision == "float32" else 8
+    if policy.peft.dim % multiple:
+        raise ConfigError(
+            f"{has}, and policy.peft.dim is {policy.peft.dim}; grouped products in {policy.precision} take multiples of "
+            f"{multiple}, such as {-(-policy.peft.dim // multiple) * multiple}"
+        )
+
+
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model that cannot be built, or not in this layout."""
     check_settings(config)
@@ -96,7 +115,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
                 "choose a size that does"
             )
     from dagrl.workers.fsdp.dry import dry_model
-    from dagrl.workers.fsdp.lora import stacked_experts
+    from dagrl.workers.fsdp.experts import expert_weights
     from dagrl.workers.fsdp.routers import find_routers
     from dagrl.workers.fsdp.sent import whole_shapes
 
@@ -111,11 +130,15 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             "policy.peft.enabled is true, but FSDP workers have no adapters next to expert parallelism; set "
             "policy.fsdp_cfg.expert_parallel_size to 1"
         )
+    if policy.peft.enabled and policy.peft.target_parameters:
+        _check_expert_adapters(policy, layout)
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:
             root.context.check(layout.tp)
-        if policy.peft.enabled and (stacked := stacked_experts(root.net)):
-            logger.info("experts have no adapters: the model stacks their weights in %s", ", ".join(sorted(stacked)))
+        without = [name for name in expert_weights(root.net) if not is_chosen_parameter(name, policy.peft)]
+        if policy.peft.enabled and without:
+            names = sorted({".".join(name.split(".")[-2:]) for name in without})
+            logger.info("%s have no adapters; policy.peft.target_parameters gives them some", ", ".join(names))
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
     what = layers_with_a_state(policy, hf_config)

@@ -1,17 +1,19 @@
 """LoRA adapters of a sharded model, by PEFT's layers.
 
-`add_adapters` wraps linear layers before FSDP2 shards the model, A and B like other weights. Frozen weights
-are in `policy.precision`, adapters in float32. A refit sends merged weights, of which each rank computes its shards, or the
+`add_adapters` wraps linear layers before FSDP2 shards the model, A and B like other weights. Experts, which transformers
+stacks in one parameter, have theirs as parameters of the same module (`experts.py`). Frozen weights are in
+`policy.precision`, adapters in float32. A refit sends merged weights, of which each rank computes its shards, or the
 adapters, whole. Imported only where torch is.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +27,82 @@ from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import held_boxes, local_of
 from dagrl.workers.fsdp.architecture import find_class, find_config
-from dagrl.workers.train.adapters import adapter_names, check_adapters, first_factors, is_chosen, read_adapters
+from dagrl.workers.fsdp.experts import SCALE, expert_weights, factor_names
+from dagrl.workers.train.adapters import (
+    adapter_names,
+    check_adapters,
+    first_factors,
+    is_chosen,
+    is_chosen_parameter,
+    read_adapters,
+)
 
 NAME = "default"
 """PEFT's name of the adapter."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """One linear layer's parameters: the frozen weight, and W + scale * B @ A."""
+class Adapter(ABC):
+    """The parameters of a linear layer, or of all experts of a layer: the frozen weight, and W + scale * B @ A."""
 
-    layer: Any
     scale: float
 
     @property
+    @abstractmethod
     def weight(self) -> Any:
         """The frozen weight, a DTensor if the model is sharded."""
-        return self.layer.get_base_layer().weight
 
     @property
+    @abstractmethod
     def factors(self) -> tuple[Any, Any]:
-        """A [dim, inputs] and B [outputs, dim], as the weight is."""
-        return self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
+        """A and B, sharded as the weight is."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of B @ A."""
+
+    @abstractmethod
+    def merged(self) -> Tensor:
+        """Returns this rank's part of the weight with the adapter, in float32. A collective."""
+
+    @abstractmethod
+    def enable(self, enabled: bool) -> None:
+        """Makes passes run with the adapter, or without it."""
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Returns A and B whole. A collective."""
         a, b = (one.full_tensor() if isinstance(one, DTensor) else one for one in map(torch.detach, self.factors))
         return a, b
 
+
+@dataclass(frozen=True)
+class LayerAdapter(Adapter):
+    """That of a linear layer: A [dim, inputs] and B [outputs, dim]."""
+
+    layer: Any
+    scale: float
+
+    @property
+    def weight(self) -> Any:
+        """The frozen weight."""
+        return self.layer.get_base_layer().weight
+
+    @property
+    def factors(self) -> tuple[Any, Any]:
+        """A and B."""
+        return self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[outputs, inputs]"""
+        return tuple(self.weight.shape)
+
+    def enable(self, enabled: bool) -> None:
+        """Makes passes run with the adapter, or without it."""
+        self.layer.enable_adapters(enabled)
+
     def merged(self) -> Tensor:
-        """Returns this rank's part of the weight with the adapter, in float32. A collective.
+        """Returns this rank's part of the merged weight.
 
         B is sharded as the rows of the weight are, and A is split as its columns are over tensor-parallel ranks.
         """
@@ -66,18 +114,62 @@ class Adapter:
         return frozen.addmm(local_of(b), local_of(a), alpha=self.scale)
 
 
+@dataclass(frozen=True)
+class ExpertAdapter(Adapter):
+    """Those of all experts of a layer: A [experts, dim, inputs] and B [experts, outputs, dim], in `run_experts`.
+
+    Each rank has whole experts.
+    """
+
+    experts: Any
+    name: str
+    scale: float
+
+    @property
+    def weight(self) -> Any:
+        """The frozen weights."""
+        return getattr(self.experts, self.name)
+
+    @property
+    def factors(self) -> tuple[Any, Any]:
+        """A and B."""
+        a, b = factor_names(self.name)
+        return getattr(self.experts, a), getattr(self.experts, b)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[experts, outputs, inputs]"""
+        return expert_shape(self.experts, self.name)
+
+    def enable(self, enabled: bool) -> None:
+        """Makes passes run with the adapters, or without them: with all of the module."""
+        setattr(self.experts, SCALE, self.scale if enabled else 0.0)
+
+    def merged(self) -> Tensor:
+        """Returns the merged weights of this rank's experts."""
+        a, b = map(local_of, self.factors)
+        left, right = (a.mT, b.mT) if self.experts.is_transposed else (b, a)
+        return torch.baddbmm(local_of(self.weight).float(), left, right, alpha=self.scale)
+
+
 class Adapters:
     """The adapters of a model, by the name of the parameter that each is for."""
 
     def __init__(self, net: nn.Module, settings: PeftConfig) -> None:
         self._settings = settings
         layers = ((name, layer) for name, layer in net.named_modules() if _has_adapter(layer))
-        self.held = {f"{name}.weight": Adapter(layer, layer.scaling[NAME]) for name, layer in layers}
+        self.held: dict[str, Adapter] = {f"{name}.weight": LayerAdapter(one, one.scaling[NAME]) for name, one in layers}
+        scale = settings.alpha / settings.dim
+        self.held |= {
+            name: ExpertAdapter(experts, own, scale)
+            for name, (experts, own) in expert_weights(net).items()
+            if is_chosen_parameter(name, settings)
+        }
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
         """Fills A and B: from `adapter_path`, else A at random and B with zeros, the same in every layout."""
-        whole = {name: first_factors(name, one.weight.shape, self._settings, seed) for name, one in self.held.items()}
+        whole = {name: first_factors(name, one.shape, self._settings, seed) for name, one in self.held.items()}
         if self._settings.adapter_path is not None:
             read_adapters(self._settings.adapter_path, whole)
         for name, adapter in self.held.items():
@@ -89,12 +181,12 @@ class Adapters:
     def disabled(self) -> Iterator[None]:
         """Runs the block with the base model."""
         for adapter in self.held.values():
-            adapter.layer.enable_adapters(False)
+            adapter.enable(False)
         try:
             yield
         finally:
             for adapter in self.held.values():
-                adapter.layer.enable_adapters(True)
+                adapter.enable(True)
 
     def sent_slices(self) -> list[WeightSlice]:
         """Returns the slices of a refit of adapters alone, which every rank holds whole."""
@@ -132,8 +224,13 @@ def linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """
     head, sees = model.get_output_embeddings(), model.get_encoder(modality="image") not in (model, model.base_model)
     inside = {*(model.get_decoder() if sees else model).modules()} - {head}
-    layers = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part in inside)
+    layers = ((name, part) for name, part in model.named_modules() if _is_linear(part) and part in inside)
     return {f"{name}.weight": tuple(part.weight.shape) for name, part in layers}
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module multiplies by one matrix. Subclasses may do something else, as DeepSeek V4's groups."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def shapes_of_model(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
@@ -143,24 +240,44 @@ def shapes_of_model(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]
         return linear_shapes(find_class(PolicyConfig(), config, scalar=False)(config))
 
 
-def stacked_experts(model: nn.Module) -> set[str]:
-    """Returns the names of the parameters that have the weights of all experts of a layer."""
-    return {name.rpartition(".")[2] for name, weight in model.named_parameters() if weight.ndim == 3 and ".experts." in name}
+def expert_shape(experts: Any, name: str) -> tuple[int, ...]:
+    """Returns the shape [experts, outputs, inputs] of one of a module's weights, in whatever order it has them."""
+    count, rows, columns = getattr(experts, name).shape
+    return (count, columns, rows) if experts.is_transposed else (count, rows, columns)
+
+
+def expert_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes [experts, outputs, inputs] of the weights of experts that may have adapters."""
+    return {name: expert_shape(*place) for name, place in expert_weights(model).items()}
 
 
 def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
-    """Wraps the linear layers that `settings` choose. A and B are float32, the frozen weights as they were.
+    """Wraps the linear layers that `settings` choose, and adds parameters to experts. A and B are float32, the frozen
+    weights as they were.
 
     Raises a UserError for targets or saved adapters that do not fit the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    check_adapters(settings, linear_shapes(model))
+    experts = expert_shapes(model)
+    check_adapters(settings, linear_shapes(model), experts)
     lora = LoraConfig(r=settings.dim, lora_alpha=settings.alpha, target_modules=_chosen_layers(model, settings))  # type: ignore[arg-type]
-    inject_adapter_in_model(lora, model, NAME)
+    apart = nn.ModuleDict({"net": model})  # from its configuration PEFT takes `up_proj` for experts, as of older checkpoints
+    inject_adapter_in_model(lora, apart, NAME)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
+    for name, place in expert_weights(model).items():
+        if is_chosen_parameter(name, settings):
+            _add_expert_adapters(*place, experts[name], settings)
+
+
+def _add_expert_adapters(experts: nn.Module, name: str, shape: tuple[int, ...], settings: PeftConfig) -> None:
+    count, outputs, inputs = shape
+    device = getattr(experts, name).device
+    for factor, size in zip(factor_names(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True):
+        experts.register_parameter(factor, nn.Parameter(torch.empty(count, *size, dtype=torch.float32, device=device)))
+    setattr(experts, SCALE, settings.alpha / settings.dim)
 
 
 def split_adapters(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -199,5 +316,6 @@ def plain_view(module: nn.Module) -> nn.Module:
     kind: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     view: nn.Module = kind.__new__(kind)
     view.__dict__ = dict(module.__dict__)
+    view._parameters = {name: one for name, one in module._parameters.items() if not is_adapter(f".{name}")}
     view._modules = {name: None if child is None else plain_view(child) for name, child in module._modules.items()}
     return view
