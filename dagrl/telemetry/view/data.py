@@ -24,6 +24,9 @@ SNIPPET = 200
 
 MEDIUM = re.compile("[0-9a-f]{16}")
 
+PLACEHOLDERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])(?:\s?\1){7,}")
+"""The tokens of an image in a text: hundreds of equal ones."""
+
 WORST = 20
 """Samples of a step that may be among the outliers of the run."""
 
@@ -105,7 +108,8 @@ class RunView:
         for path in self._files(step):
             count = len(self._samples(path))
             if at < count:
-                return {**read_rollouts(path)[at], "row": row}
+                found = read_rollouts(path)[at]
+                return {**found, "prompt": folded(found["prompt"]), "row": row}
             at -= count
         raise IndexError(f"row {row} of step {step}")
 
@@ -129,6 +133,11 @@ class RunView:
                 rows = read_rollouts(path, ["step", *SHOWN, *TEXTS, *TOKENS])
                 self._summaries[path] = written, [_sample_summary(row, number) for number, row in enumerate(rows)]
             return self._summaries[path][1]
+
+
+def folded(text: str) -> str:
+    """Returns a text with one placeholder and a count for the tokens of each image."""
+    return PLACEHOLDERS.sub(lambda run: f"{run[1]} \u00d7 {run[0].count(run[1])}", text)
 
 
 def to_json(data: object) -> str:
@@ -168,7 +177,7 @@ def _sample_summary(row: Summary, number: int) -> Summary:
         "step": row["step"],
         "row": number,
         **{name: row[name] for name in SHOWN},
-        **{name: row[name][:SNIPPET] for name in TEXTS},
+        **{name: folded(row[name])[:SNIPPET] for name in TEXTS},
         "tokens": int(sampled.sum()),
         "versions": len({version for version, policy in zip(row["versions"], sampled, strict=True) if policy}),
         "kl": _largest_kl(row, sampled),

@@ -115,6 +115,15 @@ def test_an_exported_page_has_the_images_of_its_samples(tmp_path: Path) -> None:
         assert abs(np.asarray(image).mean() - noise.mean()) < 2
 
 
+@pytest.mark.parametrize("placeholder", ["<|image_pad|>", "[IMG]"])
+def test_the_tokens_of_an_image_are_one_with_their_number(placeholder: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run")
+    row = {**sample_row(3, 0, 0.0), "prompt": f"user <s>{placeholder * 768}</s> what? {placeholder * 2}"}
+    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=3).write(3, table_of([row]))
+    expected = f"user <s>{placeholder} \u00d7 768</s> what? {placeholder * 2}"
+    assert RunView(run).samples(3)[0]["prompt"] == RunView(run).sample(3, 0)["prompt"] == expected
+
+
 @pytest.mark.parametrize(
     "path, status",
     [("api/sample?run=0&step=9&row=0", 404), ("api/sample?run=7", 404), ("api/steps?run=x", 404), ("etc", 404)],
