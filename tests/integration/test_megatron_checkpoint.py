@@ -236,25 +236,6 @@ def test_training_continues_unchanged_after_offloading(
     assert disturbed[1:] == undisturbed[1:]  # bit for bit
 
 
-def test_offloaded_parts_cannot_be_used(megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
-    with megatron_pool.group(ParallelLayout(), config) as group:
-        group.call("offload", ("optimizer",))
-        logprobs(group, batch)
-        for method, *args in [("save_checkpoint", str(tmp_path / "c")), ("reset_optimizer",)]:
-            with pytest.raises(WorkerError, match=r"needs the optimizer, which are offloaded; call reload\("):
-                group.call(method, *args)
-        with pytest.raises(WorkerError, match="needs the optimizer"):
-            train(group, batch)
-        group.call("offload", ("weights", "gradients"))
-        with pytest.raises(WorkerError, match="worker 0 needs the weights, which are offloaded"):
-            logprobs(group, batch)
-        with pytest.raises(WorkerError, match="expected some of weights, gradients, optimizer"):
-            group.call("offload", ("activations",))
-        group.call("reload", ALL)
-        train(group, batch)
-
-
 def test_a_warm_up_of_offloading_moves_nothing(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
     with megatron_pool.group(ParallelLayout(), config) as group:

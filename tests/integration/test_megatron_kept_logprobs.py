@@ -18,7 +18,7 @@ from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs,
 LOSS = LossConfig(reference_policy_kl_penalty=0.1)
 CASES = [
     pytest.param(ParallelLayout(dp=2, pp=2), {}, id="dp2pp2"),
-    pytest.param(ParallelLayout(tp=2, cp=2), PACKED, id="tp2cp2-packed", marks=pytest.mark.slow),  # as the test below
+    pytest.param(ParallelLayout(tp=2, cp=2), PACKED, id="tp2cp2-packed", marks=pytest.mark.slow),
 ]
 
 
@@ -60,22 +60,6 @@ def test_losses_and_gradients_are_equal(
     assert found[0] == expected[0] and expected[0]["grad_norm"] > 0.01
     for name, gradient in expected[1].items():
         np.testing.assert_array_equal(found[1][name], gradient, err_msg=name)
-
-
-def test_a_forced_ratio_needs_no_logprobs_before_the_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    """Metrics and gradients equal those of the step that gets `logprobs` in its batch."""
-    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED, **PACKED)
-    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)
-    with megatron_pool.group(ParallelLayout(tp=2, cp=2), config) as group:
-        rows = logprobs(group, batch)
-        mask = batch["loss_mask"]
-        expected = train(group, batch.with_fields(prev_logprobs=rows["logprobs"] * mask), "policy")
-        gradients = gradients_of(group)
-    expected["policy/entropy"] = float((rows["entropy"] * mask).sum() / mask.sum())
-    forced = config.model_copy(update={"loss_fn": LossConfig(force_on_policy_ratio=True)})
-    with megatron_pool.group(ParallelLayout(tp=2, cp=2), forced) as group:
-        assert train(group, batch, "policy") == pytest.approx(expected, rel=1e-5, abs=2e-6)
-        reference.assert_gradients(gradients_of(group), gradients, 5e-6)
 
 
 def gradients_of(group: Group) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""A reward model in parallel layouts and packed: scores, loss and gradients of transformers' classifier, TRL's formula."""
+"""A reward model in parallel layouts and packed: scores, loss and gradients of transformers' classifier, TRL's formula.
+
+DPO's steps are those of plain torch in whole runs (`test_preferences.py`); their loss is one of tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.split import split_rows
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_megatron_layouts import UNCLIPPED, train
-from tests.integration.test_megatron_preferences import CASES, LAYOUTS, ORDER, answer_sums
+from tests.integration.megatron_pool import Group, MegatronPool
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, shard_batches, train
 from tests.unit.rl.test_preferences import FORMULAS, Formula
+
+CASES = [
+    pytest.param(ParallelLayout(dp=2), {}, id="dp2"),
+    pytest.param(ParallelLayout(cp=2), PACKED, id="cp2-packed"),
+    pytest.param(ParallelLayout(tp=2, pp=2), PACKED, id="tp2pp2-packed", marks=pytest.mark.slow),
+]
+ORDER = np.concatenate([np.arange(0, reference.ROWS, 2), np.arange(1, reference.ROWS, 2)])  # TRL's: chosen, then rejected
+
+
+def answer_sums(group: Group, batch: Batch) -> npt.NDArray[np.float64]:
+    shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
+    places = [group.layout.coordinates(rank).dp for rank in range(group.layout.world_size)]
+    parts = group.call("answer_sums", per_rank=[(shards[place], "policy") for place in places])
+    sums = np.zeros(batch.rows)
+    for shard, positions in enumerate(rows):
+        (part,) = [part for place, part in zip(places, parts, strict=True) if place == shard and part is not None]
+        sums[positions] = part["sums"][: len(positions)]
+    return sums
 
 
 def scored_batch() -> Batch:
@@ -42,18 +65,17 @@ def classifier(directory: Path, head: Any, batch: Batch, formula: Formula) -> tu
     return scores.detach().numpy(), loss.item(), gradients
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize(("layout", "packing"), CASES)
 def test_a_reward_model_is_transformers_classifier(
-    layout: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+    layout: ParallelLayout, packing: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
-    sizes, packing = LAYOUTS[layout]
     own = reference.make_config(tiny_models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
     config, formula = FORMULAS["reward"]
     batch, algorithm = scored_batch(), algorithm_of(config)
     assert isinstance(algorithm, PreferenceAlgorithm)
-    with megatron_pool.group(sizes, own.model_copy(update={"algorithm": "reward_model"}), kind="value") as group:
+    with megatron_pool.group(layout, own.model_copy(update={"algorithm": "reward_model"}), kind="value") as group:
         head = reference.assemble(group.call("weights"))["score.weight"]
-        found = answer_sums(group, batch, "policy")
+        found = answer_sums(group, batch)
         losses = pair_losses(algorithm, found, np.ones(batch.rows, np.int64), None)
         weights = (losses.weights * batch.rows).astype(np.float32)
         train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.examples.top_k_distill import NAMES, K
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
@@ -221,14 +222,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step(make: Make) -> None:
         assert name == "lm_head.weight" or torch.equal(tensor, before[name])
 
 
-def test_offloaded_state_is_refused_and_comes_back(make: Make) -> None:
+def test_offloaded_state_is_refused_and_comes_back(make: Make, tmp_path: Path) -> None:
     batch, worker = reference.make_batch(), make()
     worker.train_step(batch, "likelihood")
     before = {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
     worker.offload(("weights", "optimizer"))
-    with pytest.raises(RunError, match="needs the weights, which are offloaded"):
+    with pytest.raises(RunError, match="worker 0 needs the weights, which are offloaded"):
         worker.logprobs(batch)
-    worker.reload(("weights", "optimizer"))
+    with pytest.raises(ConfigError, match="expected some of weights, gradients, optimizer"):
+        worker.offload(("activations",))
+    worker.reload(("weights",))
+    uses = (partial(worker.train_step, batch, "likelihood"), worker.reset_optimizer)
+    for use in (*uses, partial(worker.save_checkpoint, str(tmp_path))):
+        with pytest.raises(RunError, match=r"needs the optimizer, which are offloaded; call reload\("):
+            use()
+    worker.reload(("optimizer",))
     assert all(torch.equal(tensor, before[name]) for name, tensor in worker.weight_tensors().items())
 
 
