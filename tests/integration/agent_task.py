@@ -42,20 +42,17 @@ async def _ask(client: Any, endpoint: Endpoint, messages: Any, **options: Any) -
     wanted = {"logprobs": True, "extra_body": {"return_token_ids": True}}
     answer = await client.chat.completions.create(model=endpoint.model, messages=messages, **wanted, **options)
     if not options.get("stream"):
-        (choice,) = answer.choices
-        return _noted([choice], choice.message.content, answer.policy_versions, answer.prompt_token_ids)
-    chunks = [chunk async for chunk in answer]
-    choices = [chunk.choices[0] for chunk in chunks]
-    text = "".join(choice.delta.content or "" for choice in choices)
-    versions = sorted({version for chunk in chunks for version in chunk.policy_versions})
-    return _noted(choices[1:], text, versions, None)
+        return _noted(answer, answer.choices[0].message.content)
+    first, *_ = [chunk async for chunk in answer]
+    return _noted(first, first.choices[0].delta.content)
 
 
-def _noted(choices: Any, text: str, versions: list[int], prompt: list[int] | None) -> dict[str, Any]:
+def _noted(answer: Any, text: str) -> dict[str, Any]:
+    (choice,) = answer.choices
     return {
         "text": text,
-        "prompt": prompt,
-        "tokens": [token for choice in choices for token in choice.token_ids],
-        "logprobs": [item.logprob for choice in choices for item in choice.logprobs.content],
-        "versions": versions,
+        "prompt": answer.prompt_token_ids,
+        "tokens": choice.token_ids,
+        "logprobs": [item.logprob for item in choice.logprobs.content],
+        "versions": answer.policy_versions,
     }

@@ -90,5 +90,5 @@ def check_row(row: Episode, answers: list[dict[str, Any]]) -> None:
     done = 0
     for item in answers:
         begin = len(row.prompt) + sampled[done]
-        assert item["prompt"] is None or item["prompt"] == whole[:begin]
+        assert item["prompt"] == whole[:begin]
         done += len(item["tokens"])

@@ -1,8 +1,7 @@
-"""Answers in OpenAI's format, whole or in chunks.
+"""Answers in OpenAI's format.
 
-    answer = ChatFormat(body, token_text, prompt)
-    answer.whole(result, text, calls)                    # the JSON of an answer
-    answer.first(), answer.last(result, text, calls)     # the chunks of a streamed one
+    answer = ChatFormat(body, token_text, prompt).whole(result, text, calls)
+    chunks_of(answer)                                    # as a stream
 
 Every answer and every chunk has `policy_versions`: the versions of the policy that made its tokens, in ascending order.
 """
@@ -11,8 +10,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dagrl.rl.agents.protocol import MODEL, ChatBody
@@ -25,7 +24,7 @@ Calls = Sequence[tuple[str, Call]]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Formats the answer to one request: `chat.completion`, or chunks of it.
+    """Formats the answer to one request.
 
     `token_text` decodes one token; `prompt` are the tokens of the request's whole context.
     """
@@ -33,8 +32,6 @@ class ChatFormat:
     body: ChatBody
     token_text: Callable[[int], str]
     prompt: Sequence[int]
-    identity: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, result: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
         """Returns the whole answer. `result` has all tokens, `text` what they say besides `calls`."""
@@ -42,41 +39,17 @@ class ChatFormat:
         if calls:
             message |= {"content": text or None, "tool_calls": [_call(*call) for call in calls]}
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason}
+        prompt, completion = len(self.prompt), len(result.tokens)
         return {
-            **self._head("chat.completion", result),
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "policy_versions": sorted(set(result.versions)),
             "choices": [{**choice, **self._tokens(result)}],
-            "usage": self._usage(len(result.tokens)),
+            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
             **({"prompt_token_ids": list(self.prompt)} if self.body.return_token_ids else {}),
         }
-
-    def first(self) -> dict[str, Any]:
-        """Returns the chunk that opens a streamed answer."""
-        return self._chunk(FinishedRequest(0, (), (), (), ""), {"role": "assistant", "content": ""}, None)
-
-    def last(self, result: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
-        """Returns the chunk with everything that `whole` has."""
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            delta["tool_calls"] = [{"index": index, **_call(*call)} for index, call in enumerate(calls)]
-        chunk = self._chunk(result, delta, "tool_calls" if calls else result.finish_reason)
-        chunk["choices"][0] |= self._tokens(result)
-        return chunk
-
-    def usage(self, result: FinishedRequest) -> dict[str, Any]:
-        """Returns the chunk of token counts that ends a stream."""
-        return {**self._head("chat.completion.chunk", result), "choices": [], "usage": self._usage(len(result.tokens))}
-
-    def _chunk(self, result: FinishedRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return {**self._head("chat.completion.chunk", result), "choices": [choice]}
-
-    def _head(self, kind: str, result: FinishedRequest) -> dict[str, Any]:
-        head = {"id": f"chatcmpl-{self.identity}", "object": kind, "created": self.created, "model": MODEL}
-        return {**head, "policy_versions": sorted(set(result.versions))}
-
-    def _usage(self, completion: int) -> dict[str, int]:
-        prompt = len(self.prompt)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _tokens(self, result: FinishedRequest) -> dict[str, Any]:
         """Returns the log-probabilities and ids of the tokens that the request asks for."""
@@ -88,6 +61,16 @@ class ChatFormat:
             text = self.token_text(token)
             content.append({"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []})
         return {"logprobs": {"content": content, "refusal": None}, **ids}
+
+
+def chunks_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the chunks of a whole answer: one with everything, and one with the counts of tokens."""
+    (choice,) = answer["choices"]
+    calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    head = {**answer, "object": "chat.completion.chunk"}
+    usage = head.pop("usage")
+    return [{**head, "choices": [{**choice, "delta": delta}]}, {**head, "choices": [], "usage": usage}]
 
 
 def _call(identity: str, call: Call) -> dict[str, Any]:

@@ -51,12 +51,6 @@ class EndpointError(DagrlError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class StreamOptions(BaseModel, extra="forbid"):
-    """Options of a streamed answer."""
-
-    include_usage: bool = False
-
-
 class ChatBody(BaseModel, extra="forbid"):
     """`POST /v1/chat/completions`."""
 
@@ -71,7 +65,7 @@ class ChatBody(BaseModel, extra="forbid"):
     stop: tuple[str, ...] = Field(default=(), max_length=4)
     seed: int | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[str, Any] = Field(default_factory=dict)
     logprobs: bool = False
     return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import ConfigError, error_text
 from dagrl.rl.agents.conversations import message_key
 from dagrl.rl.agents.episode import AgentEpisode, Limits, Result, Turn
-from dagrl.rl.agents.formats import Calls, ChatFormat
+from dagrl.rl.agents.formats import Calls, ChatFormat, chunks_of
 from dagrl.rl.agents.protocol import MODEL, EndpointError, read_body
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
@@ -141,7 +141,7 @@ class EndpointServer:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import JSONResponse, Response
 
         episode = self._episode(request)
         body = read_body(await request.body())
@@ -149,9 +149,11 @@ class EndpointServer:
         turn = episode.ask(body, partial(self.renderer.context, body))
         reply = _Reply(self, episode, turn, ChatFormat(body, self.renderer.token_text, turn.prompt))
         self.inbox.put(episode, turn)
-        if body.stream:
-            return StreamingResponse(reply.stream(), media_type="text/event-stream")
-        return JSONResponse(await reply.whole(request))
+        answer = await reply.whole(request)
+        if not body.stream:
+            return JSONResponse(answer)
+        events = [*map(json.dumps, chunks_of(answer)), "[DONE]"]
+        return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")
 
     def _episode(self, request: Request) -> AgentEpisode:
         """Returns the episode whose API key the request has."""
@@ -189,23 +191,6 @@ class _Reply:
             gone.cancel()
             self._leave()
 
-    async def stream(self) -> AsyncIterator[str]:
-        """Yields server-sent events. The text comes in one chunk, when generation has ended."""
-        try:
-            yield _event(self.format.first())
-            try:
-                result = _checked(await self.turn.result)
-                text, calls = await self._recorded(result)
-            except EndpointError as error:
-                yield _event(error.body())
-                return
-            yield _event(self.format.last(result, text, calls))
-            if self.format.body.stream_options.include_usage:
-                yield _event(self.format.usage(result))
-            yield "data: [DONE]\n\n"
-        finally:
-            self._leave()
-
     async def _recorded(self, result: FinishedRequest) -> tuple[str, Calls]:
         """Records the answer. Returns its text and its tool calls."""
         stops = *self.server.limits.stop, *self.turn.options.stop
@@ -239,10 +224,6 @@ def _before_stop(text: str, stops: Sequence[str]) -> str:
     """Returns the text before the first stop string in it."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else text
-
-
-def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
 
 
 async def _disconnected(request: Request) -> None:

@@ -100,7 +100,7 @@ def test_a_tool_call_and_its_result(served: Served) -> None:
     echoed["tool_calls"][0]["function"]["arguments"] = '{"a":2}'  # as a framework may write it
     result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
     events = list(served.chat([*ASKED, echoed, result], said, stream=True, **limits))
-    assert events[-1].choices[0].delta.tool_calls[0].function.name == "double"
+    assert events[0].choices[0].delta.tool_calls[0].function.name == "double"
     (row,) = served.rows()
     assert "".join(learned_texts(served, row)) == f"{said}{END}{said}{END}"
 
