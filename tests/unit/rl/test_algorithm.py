@@ -20,10 +20,10 @@ from dagrl.errors import ConfigError
 from dagrl.examples.own_algorithm import WEIGHT, KlInReward
 from dagrl.examples.two_teachers import TwoTeachers
 from dagrl.rl.algorithm import algorithm_for, algorithm_of
-from dagrl.rl.losses import Denominators, batch_loss
+from dagrl.rl.losses import batch_loss
 from dagrl.rl.trial import try_algorithm
 from dagrl.run.plans import ColumnPhases, column_phases
-from tests.unit.rl.test_losses import random_data
+from tests.unit.rl.test_losses import make_batch, sequence_mean, token_mean
 
 REPOSITORY = Path(dagrl.__file__).parents[1]
 
@@ -164,15 +164,14 @@ def test_learns_from_decides_which_workers_run() -> None:
 
 
 def test_an_example_equals_its_formula() -> None:
-    logprobs, data = random_data()
+    logprobs, data, denominators = make_batch()
     mask = data["loss_mask"]
-    output = batch_loss(
-        algorithm_of(config_of(KlInReward)), logprobs, data, Denominators(float(mask.sum()), float(len(mask)))
-    )
+    data = {name: torch.where(mask > 0, values, 0.0) for name, values in data.items()}
+    output = batch_loss(algorithm_of(config_of(KlInReward)), logprobs, data, denominators)
     distance = data["prev_logprobs"] - data["reference_logprobs"]
     cost = -(data["advantages"] - WEIGHT * distance) * (logprobs - data["prev_logprobs"]).exp()
-    torch.testing.assert_close(output.loss, ((cost * mask).sum(1) / mask.sum(1)).mean())
-    torch.testing.assert_close(output.sums["own/distance"], (distance * mask).sum() / mask.sum())
+    torch.testing.assert_close(output.loss, sequence_mean(cost, mask))
+    torch.testing.assert_close(output.sums["own/distance"], token_mean(distance, mask))
 
 
 def test_demonstrations_are_learned_by_the_algorithm_or_by_sft() -> None:
