@@ -1,4 +1,4 @@
-"""Kernels of refits against torch, byte for byte: copies and blockwise FP8, and checksums on GPUs."""
+"""Kernels of refits against torch, byte for byte: copies, checksums and blockwise FP8."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.refit.carry.pack import SummedView
-from dagrl.refit.carry.verify import checksum, contiguous_bytes
+from dagrl.refit.carry.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, contiguous_bytes
 from dagrl.refit.fp8 import BLOCK, quantize_blocks, scale_shape
-from dagrl.refit.kernels.rows import as_rows
+from dagrl.refit.kernels.rows import SummedView, as_rows
 from tests.gpu.kernels import DEVICE, INTERPRETED, exact_in_fp8, kernel_tests, rounds_fp8
 
 pytest.importorskip("triton")
@@ -77,8 +76,11 @@ def test_only_the_targets_are_written() -> None:
     assert torch.equal(around, expected)
 
 
-def test_checksums_on_a_gpu_are_those_on_the_host() -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_checksums_match_torch(alone: bool) -> None:
     """Whole vectors, strided views, several views with gaps between them, a transposed view."""
+    from dagrl.refit.kernels.checksum_kernel import ChecksumTable
+
     sizes = (1, 3, 8, 64, 8 * 1024, 3 * 8 * 1024 + 7, 70_000, 12_288, *(() if INTERPRETED else (5 << 20,)))
     moves: list[list[SummedView]] = [[(0, random((size,), torch.uint8))] for size in sizes]
     moves.append([(0, random((640, 960), torch.bfloat16)[:, 320:640])])
@@ -86,9 +88,12 @@ def test_checksums_on_a_gpu_are_those_on_the_host() -> None:
     moves.append([(0, random((128, 128), torch.uint8)), (128 * 128, random((3,), torch.float32))])
     moves.append([(0, random((5,), torch.uint8)), (16, random((300_001,), torch.uint8)[1:])])
     moves.append([(0, random((640, 96), torch.bfloat16).t())])
-    for pieces in moves:
-        expected = checksum(contiguous_bytes([(at, view.cpu()) for at, view in pieces]))
-        assert torch.equal(checksum(contiguous_bytes(pieces)).cpu(), expected)
+    table = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, alone)
+    for _ in range(2):
+        expected = [checksum(contiguous_bytes([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
+        assert torch.equal(table.launch().cpu(), torch.stack(expected))
+        for (_, view), *_ in moves:
+            view[len(view) // 2] += 4
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

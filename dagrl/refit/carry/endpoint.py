@@ -15,7 +15,7 @@ from dagrl.errors import ChannelError, RefitPlanError
 from dagrl.refit.carry.mapped import MappedMoves
 from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
-from dagrl.refit.carry.verify import checksums, compare_checksums
+from dagrl.refit.carry.verify import checksums, compare_checksums, prepare_checksums
 from dagrl.refit.transfers import RankPlan, RefitReport
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class _Endpoint:
         self._mapped = MappedMoves(plan, tensors, channel, lends)
         self.rounds = RefitRounds(self._mapped.rest, tensors, channel)
         """The rounds of this rank, bound to memory."""
+        self._prepare()
         self._sums: dict[int, torch.Tensor] = {}  # by the id of the bucket's memory
         self._targets = list(dict.fromkeys(bucket.source for bucket in plan.receives))
         self._receivers = list(dict.fromkeys(bucket.destination for bucket in plan.sends))
@@ -128,11 +129,18 @@ class _Endpoint:
         self._channel.synchronize()
         return RefitReport(version, self._sent, self._received, time.perf_counter() - start)
 
+    def _prepare(self) -> None:
+        """Uploads what verifying needs. During a refit an upload would wait for messages, without the channel's deadline."""
+        if self._verify == "checksum":
+            for memory in (*self.rounds.sends, *self.rounds.receives):
+                prepare_checksums(memory)
+
     def _follow_memory(self) -> None:
         """Binds again if a tensor has new memory; otherwise views and tables would use freed memory."""
         if self.rounds.moved or self._mapped.moved:
             self._mapped.bind()
             self.rounds.bind(self._mapped.rest)
+            self._prepare()
 
     def _keep(self, memory: BucketMemory) -> None:
         """Keeps the checksums of a bucket that is packed, or unpacked."""

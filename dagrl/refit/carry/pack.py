@@ -10,15 +10,16 @@ from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import scale_shape
 from dagrl.refit.kernels.batched import BatchedCopy, Quantized
+from dagrl.refit.kernels.rows import SummedView
 from dagrl.refit.slices import STACKED, Box, numbered, volume
 from dagrl.refit.transfers import Move, MoveSide, TransferBucket, TransferMessage, aligned, box_of_run
 
 if TYPE_CHECKING:
     import torch
 
+    from dagrl.refit.kernels.checksum_kernel import ChecksumTable
+
 Tensors = Mapping[str, "torch.Tensor"]
-SummedView = tuple[int, "torch.Tensor"]
-"""A view of any strides that a checksum covers, and the offset of its bytes in the sum."""
 
 
 def view(tensors: Tensors, name: str, local: Box, extents: Sequence[int]) -> torch.Tensor:
@@ -70,7 +71,8 @@ class BucketMemory:
         self.messages: list[torch.Tensor] = []
         """The bytes of each message, after `bind`."""
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live views, and their views in messages
-        self.alone = False  # no message needs multiprocessors while it is packed or unpacked
+        self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
+        self.alone = False  # no message needs multiprocessors while it is packed, unpacked or summed
 
     def bind(self, staging: torch.Tensor) -> None:
         """Uses `staging` (uint8, at least `staged_bytes`) for messages that are not direct. Call once."""

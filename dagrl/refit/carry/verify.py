@@ -16,24 +16,35 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RunError
+from dagrl.refit.kernels.rows import WORD, SummedView
 from dagrl.refit.transfers import Move
 
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.refit.carry.pack import BucketMemory, SummedView
+    from dagrl.refit.carry.pack import BucketMemory
 
-WORD = 8  # bytes
 _COLUMNS = 1024
 _WEIGHT = 0x9E3779B1  # odd, so that it loses no bit; distinguishes columns from rows
 _UPPER = 5  # the factor with which an upper half counts as a lower one
-_SLAB, _SLAB_ON_GPU = 512, 8192  # rows per sum: 4 and 64 MiB
+_SLAB = 512  # rows per sum: 4 MiB
+
+
+def prepare_checksums(memory: BucketMemory) -> None:
+    """Uploads the table of `checksums` to the GPU of a bound bucket."""
+    moves = memory.summed()
+    if moves[0][0][1].is_cuda:
+        from dagrl.refit.kernels.checksum_kernel import ChecksumTable
+
+        memory.checksums = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, memory.alone)
 
 
 def checksums(memory: BucketMemory) -> torch.Tensor:
-    """Returns `[moves, 2]` int64: the two sums of each move."""
+    """Returns `[moves, 2]` int64: the two sums of each move. On a GPU it is one launch, always into the same tensor."""
     import torch
 
+    if memory.checksums is not None:
+        return memory.checksums.launch()
     return torch.stack([checksum(contiguous_bytes(pieces)) for pieces in memory.summed()])
 
 
@@ -67,8 +78,7 @@ def checksum(raw: torch.Tensor) -> torch.Tensor:
         rest = torch.cat([rest, rest.new_zeros(-len(rest) % WORD)])
     sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
     rows = raw[: square * WORD * _COLUMNS].view(-1, WORD * _COLUMNS)
-    slab = _SLAB_ON_GPU if raw.is_cuda else _SLAB
-    slabs = [(first, rows[first : first + slab]) for first in range(0, square, slab)]
+    slabs = [(first, rows[first : first + _SLAB]) for first in range(0, square, _SLAB)]
     for first, part in (*slabs, (square, rest.view(1, -1))):
         if part.numel():
             sums += _sums(part.view(torch.int64), first)

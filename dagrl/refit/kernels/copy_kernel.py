@@ -13,7 +13,7 @@ import numpy as np
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from dagrl.refit.kernels.rows import StridedRows
+from dagrl.refit.kernels.rows import MOST_UNITS, StridedRows
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,6 @@ _FIELDS = 8
 _WIDE = 16  # bytes that a thread copies at once if addresses, rows and strides are multiples of it
 _TILE = 4096  # units
 _WARPS = 16
-MOST_UNITS = 1 << 30
-"""Most units of a table entry, which the kernel counts in 32 bits."""
-
 PROGRAMS, PROGRAMS_ALONE = 16, 264
 """Programs while messages are sent, and without messages. 16 copy twice as fast as a link; more slow messages down."""
 

@@ -1,4 +1,4 @@
-"""Describes strided copies as rows of contiguous bytes: the copy kernel's table.
+"""Describes strided copies, and the memory that a checksum covers, as rows of contiguous bytes: the kernels' tables.
 
 This is arithmetic on addresses and needs no GPU.
 """
@@ -71,3 +71,51 @@ def _offsets(dims: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
             sum(i * to for i, (_, to, _) in zip(index, dims, strict=True)),
             sum(i * of for i, (_, _, of) in zip(index, dims, strict=True)),
         )
+
+
+WORD = 8  # bytes
+MOST_UNITS = 1 << 30
+"""Most units of a table entry, which kernels count in 32 bits."""
+
+SummedView = tuple[int, "Tensor"]
+"""A view of any strides that a checksum covers, and the offset of its bytes in the sum."""
+
+ChecksumEntry = tuple[int, int, int, int, int, int, int]
+"""Address, units per row, units of all rows, row stride in bytes, bytes per unit, offset of the first byte, owner."""
+
+
+def in_rows(view: Tensor) -> bool:
+    """Returns whether `entries` can read a view in place: not one without contiguous rows, such as a transposed one."""
+    return as_rows(view, view) is not None
+
+
+def entries(moves: Sequence[Sequence[SummedView]]) -> list[ChecksumEntry]:
+    """Returns the rows of all views, which must be `in_rows`. The owner is the number of the move."""
+    table: list[ChecksumEntry] = []
+    for owner, pieces in enumerate(moves):
+        for offset, view in pieces:
+            rows = as_rows(view, view)
+            assert rows is not None, "a view without rows is gathered first"
+            for row in rows:
+                table += _entries(row, offset, owner)
+                offset += row.count * row.nbytes
+    return table
+
+
+def _entries(rows: StridedRows, offset: int, owner: int) -> Iterator[ChecksumEntry]:
+    """Yields entries in words if addresses and offsets are aligned to words, otherwise in bytes."""
+    stride = rows.source_stride if rows.count > 1 else 0
+    begins_at_words = not any(number % WORD for number in (rows.source, stride, offset))
+    whole = rows.nbytes // WORD * WORD
+    if begins_at_words and (whole == rows.nbytes or rows.count == 1):
+        yield from _entry(rows.source, whole, rows.count, stride, WORD, offset, owner)
+        yield from _entry(rows.source + whole, rows.nbytes - whole, 1, 0, 1, offset + whole, owner)
+    else:
+        yield from _entry(rows.source, rows.nbytes, rows.count, stride, 1, offset, owner)
+
+
+def _entry(address: int, nbytes: int, count: int, stride: int, unit: int, offset: int, owner: int) -> list[ChecksumEntry]:
+    """Returns the entry of rows of `nbytes`; none for empty rows."""
+    units = nbytes // unit
+    assert units * count <= MOST_UNITS, "a move has at most the bytes of a bucket's staging memory"
+    return [(address, units, units * count, stride, unit, offset, owner)] if units else []
