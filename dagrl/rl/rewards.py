@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -158,6 +158,8 @@ class RewardRunner:
             for item in self._functions
         ]
         self._wanted = [keywords_of(runner.function) for runner in self._runners]
+        names = {name for named, takes_any in self._wanted for name in (SAMPLE_VALUES if takes_any else named)}
+        self._names = names | ({"task"} if any(item.tasks is not None for item in self._functions) else set())
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -191,12 +193,12 @@ class RewardRunner:
         prompts: Sequence[str],
         completions: Sequence[str],
         references: Sequence[str],
-        values: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+        values: Callable[[Collection[str]], Sequence[Mapping[str, Any]]] | None = None,
     ) -> Future[Answers]:
         """Rewards n samples in the background. Convert the result with `rewards_of`.
 
         `values` makes, for each sample, the values that further parameters are filled with; the same names for all of them.
-        It is called only if a function has such parameters.
+        It is called only if a function has such parameters, with those of `SAMPLE_VALUES` among their names.
         """
         calls = self._calls(prompts, completions, references, values)
         return join_futures([future for *_, future in calls if future], lambda: self._join(len(prompts), calls))
@@ -206,7 +208,7 @@ class RewardRunner:
         prompts: Sequence[str],
         completions: Sequence[str],
         references: Sequence[str],
-        values: Callable[[], Sequence[Mapping[str, Any]]],
+        values: Callable[[Collection[str]], Sequence[Mapping[str, Any]]],
     ) -> Iterator[tuple[RewardFunction, Answers]]:
         """Yields each function's own answers for the samples of its tasks: `Failed`, a number, parts, or None."""
         for item, _, future in self._calls(prompts, completions, references, values):
@@ -218,12 +220,10 @@ class RewardRunner:
         prompts: Sequence[str],
         completions: Sequence[str],
         references: Sequence[str],
-        values: Callable[[], Sequence[Mapping[str, Any]]] | None,
+        values: Callable[[Collection[str]], Sequence[Mapping[str, Any]]] | None,
     ) -> list[_Call]:
         """Starts a call of each function, for the samples of its tasks."""
-        by_task = any(item.tasks is not None for item in self._functions)
-        needed = by_task or any(names or takes_any for names, takes_any in self._wanted)
-        rows = values() if values is not None and needed else [{}] * len(prompts)
+        rows = values(self._names) if values is not None and self._names else [{}] * len(prompts)
         calls: list[_Call] = []
         for runner, item, (names, takes_any) in zip(self._runners, self._functions, self._wanted, strict=True):
             missing = {name: None for name, required in names.items() if required and values is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from dagrl.rl.advantages import zero_variance_groups
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.rl.rewards import (
     ENVIRONMENT,
+    SAMPLE_VALUES,
     BoolArray,
     FloatArray,
     RewardRunner,
@@ -69,20 +70,21 @@ def reward_texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[
 
 
 def reward_values(
-    group: RolloutGroup, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerFast
+    group: RolloutGroup, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerFast, names: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns the values of each sample by name: those of `SAMPLE_VALUES`, which win, and the columns of its example."""
+    """Returns the values of each sample by name: those `names` of `SAMPLE_VALUES`, which win, and the columns of its
+    example."""
+    makers: dict[str, Callable[[int, Sample], Any]] = {
+        "messages": lambda place, sample: messages_of(sample, tokenizer),
+        "prompt_ids": lambda place, sample: sample.prompt.tokens.tolist(),
+        "completion_ids": lambda place, sample: sample.completion.tokens.tolist(),
+        "logprobs": lambda place, sample: sample.completion.logprobs.tolist(),
+        "columns": lambda place, sample: dict(sample.prompt.columns),
+        "task": lambda place, sample: sample.prompt.task,
+        "metadata": lambda place, sample: _metadata(group, place, sample),
+    }
     return [
-        {
-            **sample.prompt.columns,
-            "messages": messages_of(sample, tokenizer),
-            "prompt_ids": sample.prompt.tokens.tolist(),
-            "completion_ids": sample.completion.tokens.tolist(),
-            "logprobs": sample.completion.logprobs.tolist(),
-            "columns": dict(sample.prompt.columns),
-            "task": sample.prompt.task,
-            "metadata": _metadata(group, place, sample),
-        }
+        {**sample.prompt.columns, **{name: makers[name](place, sample) for name in SAMPLE_VALUES if name in names}}
         for place, sample in enumerate(samples)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def rewarded(config: RewardConfig, completions: list[str], prompt: Prompt | None
     group = RolloutGroup(0, 0, [sample.completion for sample in samples])
     texts = ([prompt.text] * len(samples), completions, [prompt.reference] * len(samples))
     with RewardRunner(config) as runner:
-        return rewards_of(runner.submit(*texts, lambda: reward_values(group, samples, tokenizer)).result())
+        return rewards_of(runner.submit(*texts, partial(reward_values, group, samples, tokenizer)).result())
 
 
 def test_a_reward_asks_for_columns_by_name(tmp_path: Path) -> None:
@@ -102,6 +103,13 @@ def test_a_reward_asks_for_columns_by_name(tmp_path: Path) -> None:
     assert not actual.message
     columns = {name: values.tolist() for name, values in actual.parts.items()}
     assert columns == {"prompt_ids": [2.0, 2.0], "completion_ids": [1.0, 2.0], "logprobs": [1.0, 2.0]}
+
+
+def test_only_values_with_a_parameter_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of turns and lists of numbers for 512 samples take longer than many rewards."""
+    (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
+    monkeypatch.setattr("dagrl.rl.rollout.scoring.messages_of", None)
+    assert rewarded(RewardConfig(function=f"{__name__}:level"), ["1"], prompt).values.tolist() == [7.0]
 
 
 def test_rows_without_a_column_get_none(tmp_path: Path) -> None:
