@@ -219,6 +219,8 @@ def _in_places(layer: Tensor | Sequence[Tensor], sizes: list[int], places: list[
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor] | None:
     """Returns the tensors of several images, one after the other; None if their shapes do not fit."""
+    if len(parts) == 1:  # without a copy of its pixels
+        return parts[0]
     try:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     except RuntimeError:
