@@ -16,6 +16,7 @@ GPUs; 0.27, 0.29, 0.31 and 0.32 on CPUs. One test fails with 0.27: a float32 log
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -202,6 +203,33 @@ def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
     finally:
         SamplingParams.for_sampler_warmup = every_feature
         gpu_worker.warmup_kernels = warm_up
+
+
+@functools.cache
+def score_sampled_tokens() -> None:
+    """Makes samplers of vLLM's second model runner score sampled tokens by our kernels (`logprob_kernels`).
+
+    No effect on CPUs, and in releases whose sampler calls another function.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+
+    from dagrl.workers.vllm.logprob_kernels import sampled_scores
+
+    theirs = getattr(sampler, "compute_topk_scores", None)
+    if theirs is None:
+        return
+
+    def scores(logits: Tensor, others: int, sampled: Tensor, groups: Any = None, **options: Any) -> Any:
+        if others or groups is not None or options.get("max_per_req_token_ids") or options.get("logits_mode"):
+            return theirs(logits, others, sampled, groups, **options)
+        return LogprobsTensors(sampled.unsqueeze(-1), *sampled_scores(logits, sampled))
+
+    sampler.compute_topk_scores = scores
 
 
 def can_sleep() -> bool:
