@@ -5,6 +5,8 @@
 | file | rows |
 |---|---|
 | `train.jsonl`, `test.jsonl` | whole questions: `Question: ...\\nAnswer:` and the solution |
+| `short.jsonl` | training questions whose solution has one to three calculations, but for those held out |
+| `held_out.jsonl` | the last 1,000 training questions, as GSM8K has them: to choose between runs |
 | `one_left.jsonl`, `two_left.jsonl` | training questions with their solution up to the last or the last but one result |
 | `test_one_left.jsonl`, `test_two_left.jsonl` | the same of the test questions |
 | `calls.jsonl`, `test_calls.jsonl` | whole questions whose solutions call `recipes/calculator.py` |
@@ -37,6 +39,8 @@ THINGS = (
 ).split()
 LARGEST = 999
 CLOSE = 0.01  # solutions round to cents
+HELD_OUT = 1000
+SHORT = range(1, 4)  # calculations
 
 
 @dataclass(frozen=True)
@@ -174,8 +178,13 @@ def prepare(data: Path, output: Path) -> None:
     """Writes all files of the module's table into `output`."""
     output.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(data / "test.jsonl", output / "gsm8k_test.jsonl")
+    lines = {source: (data / f"{source}.jsonl").read_text(encoding="utf-8").splitlines() for source in ("train", "test")}
+    (output / "held_out.jsonl").write_text("\n".join(lines["train"][-HELD_OUT:]) + "\n", encoding="utf-8")
+    rest = map(json.loads, lines["train"][:-HELD_OUT])
+    short = (problem for problem in rest if len(CALCULATION.findall(problem["answer"])) in SHORT)
+    write_rows(output / "short.jsonl", (row for problem in short for row in unfinished(problem, None)))
     for source, prefix in (("train", ""), ("test", "test_")):
-        problems = [json.loads(line) for line in (data / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()]
+        problems = [json.loads(line) for line in lines[source]]
         for left, name in ((None, source), (1, f"{prefix}one_left"), (2, f"{prefix}two_left")):
             write_rows(output / f"{name}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
         called = map(with_calls, problems)

@@ -73,7 +73,7 @@ def main() -> None:
             if "reward" in logs:
                 row = {"step": state.global_step, "seconds": time.time() - LAUNCH - paused, "reward/mean": logs["reward"]}
                 row["completion_tokens"] = logs["completions/mean_length"]
-                rows.append(row)
+                keep(row)
                 control.should_training_stop = control.should_training_stop or row["seconds"] > options.seconds
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -85,6 +85,9 @@ def main() -> None:
         began = time.time()
         row = {"step": step, "seconds": began - LAUNCH - paused, "validation/reward": evaluate()}
         paused += time.time() - began
+        keep(row)
+
+    def keep(row: dict[str, float]) -> None:
         rows.append(row)
         options.json.write_text(json.dumps(rows, indent=1))
 

@@ -132,6 +132,18 @@ def test_gsm8k_is_cut_before_its_last_results(tmp_path: Path) -> None:
         assert (row["prompt"] + row["response"]).endswith(f" {answer}")
 
 
+def test_short_questions_of_gsm8k_leave_out_those_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.gemma3_270m.tasks.HELD_OUT", 2)
+    solutions = ["<<1+1=2>>2 " * count + "\n#### 2" for count in (0, 1, 3, 4, 2, 5)]
+    lines = [json.dumps({"question": f"Question {n}?", "answer": answer}) for n, answer in enumerate(solutions)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    prepare(tmp_path, tmp_path / "out")
+    short = [json.loads(line)["prompt"] for line in (tmp_path / "out" / "short.jsonl").read_text().splitlines()]
+    assert short == [PROMPT.format("Question 1?"), PROMPT.format("Question 2?")]
+    assert (tmp_path / "out" / "held_out.jsonl").read_text().splitlines() == lines[-2:]
+
+
 @pytest.mark.parametrize("family", ["idefics3", "gemma3"])
 def test_an_image_of_shapes_has_a_token_for_each_cell(family: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
