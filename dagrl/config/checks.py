@@ -80,24 +80,17 @@ def _check_lengths(policy: PolicyConfig, generation: GenerationConfig) -> None:
 
 
 def _check_batches(config: Config, plan: RunPlan) -> None:
-    _check_batch(config, plan, plan.layouts[TRAIN].dp)
-    if plan.critic:
-        try:
-            _check_batch(role_config(config, CRITIC), plan, plan.layouts[CRITIC].dp)
-        except LayoutError as error:
-            raise LayoutError(str(error).replace("policy.", "critic.")) from error
-
-
-def _check_batch(config: Config, plan: RunPlan, dp: int) -> None:
     size, samples, grpo = config.policy.train_global_batch_size, samples_per_step(config), config.grpo
-    if size % dp:
-        near = sorted({size // dp * dp or dp, -(-size // dp) * dp})
-        fitting = " or ".join(str(one) for one in near if not plan.generates or samples % one == 0)
-        raise LayoutError(
-            f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
-            + (f"set it to {fitting}" if fitting else "change grpo.num_prompts_per_step")
-            + ", or change data_parallel_size"
-        )
+    for role in (TRAIN, CRITIC) if plan.critic else (TRAIN,):
+        dp = plan.layouts[role].dp
+        if size % dp:
+            near = sorted({size // dp * dp or dp, -(-size // dp) * dp})
+            fitting = " or ".join(str(one) for one in near if not plan.generates or samples % one == 0)
+            raise LayoutError(
+                f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp} of the {role} workers; "
+                + (f"set it to {fitting}" if fitting else "change grpo.num_prompts_per_step")
+                + ", or change data_parallel_size"
+            )
     if plan.generates and samples % size:
         raise LayoutError(
             f"grpo.num_prompts_per_step {grpo.num_prompts_per_step} x num_generations_per_prompt "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat
 
 from dagrl.config.fsdp import FsdpLayoutConfig
 from dagrl.config.megatron import LayoutConfig
@@ -51,9 +51,6 @@ class CriticConfig(OwnModelConfig):
 
     worker: str = derived("dagrl.workers.megatron:MegatronValueWorker", "the class of `backend`")
     """Import path of the worker's class."""
-
-    train_global_batch_size: PositiveInt | None = None
-    """Sequences of one optimizer step, over all data-parallel ranks. null: `policy.train_global_batch_size`."""
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     megatron_cfg: CriticMegatronConfig = CriticMegatronConfig()

@@ -49,6 +49,4 @@ def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) 
         update |= {"model_name": section.model_name, "random_init": None}
     if isinstance(section, CriticConfig):
         update["optimizer"] = policy.optimizer.with_keys({**dict(section.optimizer), "min_lr": 0.0})
-        if section.train_global_batch_size is not None:
-            update["train_global_batch_size"] = section.train_global_batch_size
     return policy.model_copy(update=update)

@@ -162,9 +162,6 @@ class RewardConfig(FunctionConfig):
     """Weight of each named part in the reward; 1 for parts without one. Parts are the keys that `function` returns; of
     `functions` they are the function's name, or `<name>/<key>`."""
 
-    shuffle: bool = False
-    """Permute the rewards over the samples: a control run that cannot learn."""
-
 
 class EndpointConfig(Section):
     """Where the driver listens for the requests of agents. See docs/agents.md."""

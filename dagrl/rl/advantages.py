@@ -10,7 +10,6 @@ REINFORCE++'s (Hu et al. 2025, arXiv:2501.03262, section 3).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -23,10 +22,7 @@ from dagrl.imports import check_arguments, load_named, running
 Floats = npt.NDArray[np.float64]
 
 AdvantageFunction = Callable[..., npt.ArrayLike]
-"""`function(rewards [prompts, generations], valid [prompts, generations], **args)` returns advantages of the same shape.
-
-With a parameter `lengths` it also gets the number of tokens that the policy sampled, [prompts, generations].
-"""
+"""`function(rewards [prompts, generations], valid [prompts, generations], **args)` returns advantages of the same shape."""
 
 EPSILON = 1e-6
 """Added to standard deviations, as in NeMo-RL and verl."""
@@ -35,9 +31,7 @@ GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
 
-def configured_advantages(
-    config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike | None = None
-) -> Floats:
+def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
     """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
 
     Raises ConfigError if a user's function fails, or returns another shape or values that are not finite.
@@ -54,7 +48,7 @@ def configured_advantages(
         return batch_advantages(table, mask)
     function = advantage_function(chosen)
     with running(chosen.name, KEY):
-        advantages = function(np.where(mask, table, 0.0), mask, **chosen.args, **lengths_argument(function, lengths))
+        advantages = function(np.where(mask, table, 0.0), mask, **chosen.args)
     return checked_advantages(advantages, mask, f"{KEY}: {chosen.name}")
 
 
@@ -72,14 +66,8 @@ def checked_advantages(advantages: npt.ArrayLike, valid: npt.NDArray[np.bool_], 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
     function = load_named(config.name, (GROUP, BATCH), KEY)
-    arguments = {**config.args, **lengths_argument(function, None)}
-    check_arguments(function, arguments, config.name, "advantage.args", positional=["rewards", "valid"])
+    check_arguments(function, config.args, config.name, "advantage.args", positional=["rewards", "valid"])
     return function
-
-
-def lengths_argument(function: AdvantageFunction, lengths: npt.ArrayLike | None) -> dict[str, npt.ArrayLike | None]:
-    """Returns the argument `lengths`, if the function has such a parameter."""
-    return {"lengths": lengths} if "lengths" in inspect.signature(function).parameters else {}
 
 
 def group_advantages(

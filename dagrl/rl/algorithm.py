@@ -30,7 +30,6 @@ from dagrl.rl.advantages import (
     checked_advantages,
     checked_rewards,
     configured_advantages,
-    lengths_argument,
 )
 
 if TYPE_CHECKING:
@@ -85,8 +84,7 @@ class Algorithm:
     def advantages(self, rewards: Floats, valid: npt.NDArray[np.bool_]) -> npt.ArrayLike:
         """Returns the advantage of each completion, from rewards and validity: arrays [prompts, completions].
 
-        By default as `advantage.name` says. Gets all groups of a batch. An override with a parameter `lengths` also gets the
-        number of tokens that the policy sampled for each completion.
+        By default as `advantage.name` says. Gets all groups of a batch.
         """
         return configured_advantages(self.config, rewards, valid)
 
@@ -126,20 +124,16 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
     return cast(Algorithm, load_class(_SHARED[loss], KEY)(config))
 
 
-def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike) -> Floats:
+def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
     """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`.
-
-    `lengths` are the tokens that the policy sampled for each completion.
 
     Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.
     """
     table, mask = checked_rewards(rewards, 1 if algorithm.critic else 2), np.asarray(valid, np.bool_)
     with running(algorithm.config.algorithm, KEY):
         if type(algorithm).advantages is Algorithm.advantages:
-            return configured_advantages(algorithm.config, table, mask, lengths)
-        advantages = algorithm.advantages(
-            np.where(mask, table, 0.0), mask, **lengths_argument(algorithm.advantages, lengths)
-        )
+            return configured_advantages(algorithm.config, table, mask)
+        advantages = algorithm.advantages(np.where(mask, table, 0.0), mask)
     return checked_advantages(advantages, mask, f"{KEY}: {algorithm.config.algorithm}")
 
 

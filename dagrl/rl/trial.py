@@ -87,7 +87,7 @@ def try_advantages(algorithm: Algorithm) -> None:
     """Computes advantages of random rewards. Raises ConfigError if that fails."""
     config = algorithm.config
     rewards = np.random.default_rng(0).random((2, max(config.grpo.num_generations_per_prompt, 2)))
-    advantages_of(algorithm, rewards, np.ones_like(rewards, np.bool_), np.full_like(rewards, TOKENS))
+    advantages_of(algorithm, rewards, np.ones_like(rewards, np.bool_))
     if algorithm.critic:
         mask = np.ones((ROWS, TOKENS), np.float32)
         token_advantages_of(algorithm, rewards_at_end(rewards[:, 0], mask), mask, mask)

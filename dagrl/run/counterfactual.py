@@ -211,7 +211,7 @@ def _compare(
     """Compares each minibatch, and takes the run's own optimizer step on it."""
     config, compared = session.config, list[MinibatchComparison]()
     batch, theirs = (
-        scored_batch(algorithm_of(one), recorded_groups(one, rows), step).with_scalars(step=step) for one in (config, other)
+        scored_batch(algorithm_of(one), recorded_groups(one, rows)).with_scalars(step=step) for one in (config, other)
     )
     splits = split_minibatches(config, batch)
     trainer.compute_columns(batch, splits, step)

@@ -52,16 +52,6 @@ def test_grpo_learns_where_sft_left_off(learned: Run) -> None:
     assert found[STEPS] > found[SFT_STEPS] + 0.25
 
 
-@pytest.mark.slow
-def test_shuffled_rewards_do_not_train(learned: Run) -> None:
-    output = learned.directory.parent
-    copy_run(learned.directory, output / "shuffled", SFT_STEPS)
-    overrides = ("reward.shuffle=true", "checkpointing.resume=true", "grpo.max_num_steps=8")
-    found = rewards(train(GRPO, output, "shuffled", *LEARNING, *overrides))
-    assert found[SFT_STEPS] == rewards(learned)[SFT_STEPS]
-    assert found[SFT_STEPS + 8] < min(found[SFT_STEPS] + 0.1, rewards(learned)[SFT_STEPS + 8] - 0.1)
-
-
 def test_the_terminal_shows_progress(learned: Run) -> None:
     for text in ("Starting 2 train workers (dp2) and 1 generation workers", "Compiling phases", "Warming up"):
         assert f"✓ {text}" in learned.shown

@@ -23,8 +23,8 @@ NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
 """A row without tokens."""
 
 
-def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int, *, media: bool = False) -> Batch:
-    """Returns the rows of all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`.
+def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: bool = False) -> Batch:
+    """Returns the rows of all samples of `groups`, in the order of `sample_keys`.
 
     With `media`, also that field (`dagrl.data.media`).
     """
@@ -33,7 +33,7 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int,
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
     widths = bucket_widths(config.policy)  # so that shards do not pad them
-    values = advantages(algorithm, groups, step)
+    values = advantages(algorithm, groups)
     batch = train_batch(samples, values, valid, rows_per_sample(config), media=media, widths=widths)
     batch = with_experts(config, batch, [sample.completion for sample in samples])
     return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
@@ -62,16 +62,10 @@ def row_ids(config: Config, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
     return (samples[:, None] * len(rows) + rows).reshape(-1)
 
 
-def advantages(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
-    """Returns the advantage of each sample, [samples] float32. Groups are independent unless `reward.shuffle` is on."""
-    config = algorithm.config
-    values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
-    if config.reward.shuffle:  # a control run that cannot learn
-        values[valid] = np.random.default_rng((config.seed, step)).permutation(values[valid])
-    rewards, answered = (column.reshape(len(groups), -1) for column in (values, valid))
-    lengths = [sum(np.count_nonzero(row.sampled) for row in sample.rows) for sample in samples_in(groups)]
-    table = advantages_of(algorithm, rewards, answered, np.array(lengths, np.float64).reshape(len(groups), -1))
-    return table.reshape(-1).astype(np.float32)
+def advantages(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float32]:
+    """Returns the advantage of each sample, [samples] float32."""
+    rewards, valid = (np.stack([getattr(group, name) for group in groups]) for name in ("values", "valid"))
+    return advantages_of(algorithm, rewards, valid).reshape(-1).astype(np.float32)
 
 
 def train_batch(

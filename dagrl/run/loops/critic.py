@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.config.roles import CRITIC, role_config
 from dagrl.rl.algorithm import Algorithm, token_advantages_of
 from dagrl.rl.gae import explained_variance, rewards_at_end
 from dagrl.run.loops.optimizer_step import collect_batch, submit_batch
@@ -51,7 +50,7 @@ class CriticStep:
 
     def start(self, step: int) -> None:
         """Starts the critic's optimizer steps on the batch."""
-        size = role_config(self._config, CRITIC).policy.train_global_batch_size
+        size = self._config.policy.train_global_batch_size
         for start in range(0, self._batch.rows, size):
             minibatch = self._batch.select(range(start, start + size)).with_scalars(step=step)
             if minibatch["loss_mask"].any():

@@ -93,7 +93,7 @@ class PolicyTrainer:
 
     def begin(self, groups: Sequence[ScoredGroup], step: int) -> PolicyUpdate:
         """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`."""
-        batch = scored_batch(planned_algorithm(self.plan), groups, step, media=self.media)
+        batch = scored_batch(planned_algorithm(self.plan), groups, media=self.media)
         splits = split_minibatches(self.config, batch)
         critic = None
         if self.plan.critic and not self.replays.takes_turns(CRITIC):

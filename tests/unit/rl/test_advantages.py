@@ -7,22 +7,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dagrl import Algorithm, TokenBatch
-from dagrl.config import Config, GrpoConfig
-from dagrl.data.tokenization import Prompt
+from dagrl.config import Config
 from dagrl.errors import ConfigError, DataError
 from dagrl.rl.advantages import batch_advantages, group_advantages, zero_variance_groups
 from dagrl.rl.algorithm import VALUE, advantages_of, algorithm_for, algorithm_of
 from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_end, whitened
 from dagrl.rl.losses import Denominators, batch_loss
-from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.batches import advantages
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
-from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.rl.token_losses import TokenResult
 from dagrl.rl.trial import try_advantages
-
-PROMPT = Prompt("1", np.array([4, 5]), "", "row 0")
 
 
 def test_the_baseline_is_the_mean_of_the_group_and_the_scale_its_sample_deviation() -> None:
@@ -127,37 +118,8 @@ def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
     config = config_of(name=f"{__name__}:scaled", args={"factor": 2.0})
     try_advantages(algorithm_of(config))
     rewards, valid = [[1.0, 2.0], [3.0, 50.0]], [[True, True], [True, False]]
-    actual = advantages_of(algorithm_of(config), rewards, valid, np.ones((2, 2)))
+    actual = advantages_of(algorithm_of(config), rewards, valid)
     np.testing.assert_array_equal(actual, [[2.0, 4.0], [6.0, 0.0]])
-
-
-def optimal_baseline(rewards: np.ndarray, valid: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline", arXiv:2505.23585."""
-    weights = lengths * valid
-    return rewards - (weights * rewards).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
-
-
-class Opo(Algorithm):
-    def advantages(self, rewards: np.ndarray, valid: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return optimal_baseline(rewards, valid, lengths)
-
-    def loss(self, batch: TokenBatch) -> TokenResult:
-        return -batch.advantages * batch.logprobs
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_advantages_may_ask_for_lengths(own: bool) -> None:
-    """Lengths are of what the policy sampled: not of prompts, nor of an environment's replies."""
-    config = config_of(name="group" if own else f"{__name__}:optimal_baseline")
-    algorithm = f"{__name__}:Opo" if own else "grpo"
-    config = config.model_copy(update={"algorithm": algorithm, "grpo": GrpoConfig(num_generations_per_prompt=3)})
-    try_advantages(algorithm_of(config))
-    sampled = [[True], [True, True, False], [True, False, True, True, True]]
-    made = [Episode(PROMPT, 0, 9, [5] * len(row), [-1.0] * len(row), [0] * len(row), row) for row in sampled]
-    values, valid = np.array([8.0, 1.0, 0.0], np.float32), np.array([True, True, False])
-    samples = [Sample(PROMPT, episode, "") for episode in made]
-    group = ScoredGroup(RolloutGroup(0, 0, made), samples, Rewards(values, valid), values, valid)
-    np.testing.assert_allclose(advantages(algorithm_of(config), [group], 1), [8 - 10 / 3, 1 - 10 / 3, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

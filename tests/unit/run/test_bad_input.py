@@ -234,9 +234,8 @@ grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 ->
     grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions
 algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; grpo.use_dynamic_sampling=true ->
     grpo ( ... num_generations_per_prompt is 1, but use_dynamic_sampling drops
-algorithm=ppo; critic.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
-    critic.train_global_batch_size 8 is not divisible by data_parallel_size 3
-algorithm=ppo; critic.train_global_batch_size=6 -> 16 samples, not a multiple of critic.train_global_batch_size 6
+algorithm=ppo; policy.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
+    policy.train_global_batch_size 8 is not divisible by data_parallel_size 3 of the critic workers
 algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 ->
     critic workers: layout ... 4 attention heads are not divisible by tp 3
 algorithm=ppo; policy.worker=dagrl.workers.megatron:MegatronValueWorker; policy.peft.enabled=true ->

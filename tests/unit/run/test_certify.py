@@ -341,7 +341,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_recorded_samples_are_the_batch_of_their_step(run: Path) -> None:
     config, rows = load_run_config(run), read_rollouts(rollout_files(run / "rollouts")[2])
-    batch = scored_batch(algorithm_of(config), recorded_groups(config, rows), 2)
+    batch = scored_batch(algorithm_of(config), recorded_groups(config, rows))
     assert batch["row_ids"].tolist() == [8, 9, 10, 11], "group 2, four samples each"
     for row, sample in enumerate(rows):
         length = len(sample["prompt_tokens"]) + len(sample["tokens"])
@@ -363,7 +363,7 @@ def test_another_filter_and_shaping_apply_to_recorded_samples(run: Path) -> None
     trained = {}
     for override in ("false", "true"):
         config = load_run_config(run, [f"grpo.overlong_filtering={override}"])
-        batch = scored_batch(algorithm_of(config), recorded_groups(config, rows), 1)
+        batch = scored_batch(algorithm_of(config), recorded_groups(config, rows))
         trained[override] = batch["loss_mask"].any(axis=1).tolist()
     assert trained == {"false": [True, True, False, True], "true": [True, False, False, True]}
     shaped = load_run_config(run, ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=10"])

@@ -136,7 +136,7 @@ def test_records_reach_the_phases_that_use_them() -> None:
     samples = [Sample(one.prompt, one, "") for one in episodes]
     rewards = Rewards(np.array([1.0, 0.0], np.float32), np.array([True, True]))
     group = ScoredGroup(RolloutGroup(0, 0, episodes), samples, rewards, rewards.values, np.array([True, True]))
-    batch = scored_batch(algorithm_of(CONFIG), [group], 1)
+    batch = scored_batch(algorithm_of(CONFIG), [group])
     assert phases["train_step"].inputs is not None and phases["logprobs"].inputs is not None
     check_batch("train_step", batch, field_types(phases["train_step"].inputs))
     check_batch("logprobs", input_of(phases["logprobs"], batch.with_scalars(step=1)), field_types(phases["logprobs"].inputs))
