@@ -357,10 +357,13 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
     dropped = len(rows) - len(fitting)
     if dropped and (too_long == "error" or not fitting):
         longest = max(rows, key=len)
+        answer = longest.chosen if isinstance(longest, Preference) else longest
         advice = "shorten the data, or set data.too_long=drop" if fitting else "or shorten the data"
+        seen = 0 if answer.media is None else np.count_nonzero(answer.media.tokens)
+        of_images = f" ({seen} of images; data.images.max_pixels makes them fewer)" if seen else ""
         raise DataError(
-            f"{longest.source}: {len(longest)} tokens, but there is room for {room} ({limit}); {dropped} of {len(rows)} "
-            f"sequences are too long. Raise {key}, {advice}"
+            f"{longest.source}: {len(longest)} tokens{of_images}, but there is room for {room} ({limit}); {dropped} of "
+            f"{len(rows)} sequences are too long. Raise {key}, {advice}"
         )
     if dropped:
         logger.warning("dropped %d of %d sequences with more than %d tokens", dropped, len(rows), room)

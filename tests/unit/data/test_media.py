@@ -34,6 +34,7 @@ from dagrl.data.tokenization import (
     encode_demonstrations,
     encode_preferences,
     encode_prompts,
+    keep_fitting,
 )
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
@@ -367,6 +368,15 @@ def test_a_broken_image_is_an_error_with_its_line_or_dropped(
         read(folder, rows)
     assert len(read(folder, rows, invalid="drop")) == 1
     assert "dropped 1 of 2" in caplog.text
+
+
+def test_a_long_row_says_how_much_of_it_is_images(folder: Path) -> None:
+    (row,) = demonstrations(FAMILIES[0], read(folder, [{"messages": CONVERSATIONS["one"]}]))
+    count = truth(FAMILIES[0], CONVERSATIONS["one"])["input_ids"].count(processor_of(FAMILIES[0]).image_token_id)
+    with pytest.raises(
+        DataError, match=rf"{len(row)} tokens \({count} of images; data.images.max_pixels makes them fewer\)"
+    ):
+        keep_fitting([row], 5, "error", "the bucket", "policy.x")
 
 
 def test_images_of_a_column_that_no_part_takes_are_an_error(folder: Path) -> None:
