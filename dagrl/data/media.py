@@ -394,7 +394,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
     from transformers.models.auto.processing_auto import processor_class_from_name
 
     try:
-        found: Any = AutoProcessor.from_pretrained(directory, local_files_only=True)
+        found: Any = AutoProcessor.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for malformed files, and ImportError without torchvision
         names = [_field(directory / file, "processor_class") for file in PROCESSOR_FILES]
         kind = next((processor_class_from_name(name) for name in names if name), None)

@@ -161,7 +161,9 @@ class ToolEnvironment:
 def _call_parser(tools: tuple[str, ...], name: str, tokenizer: str) -> CallParser:
     from transformers import AutoTokenizer
 
-    return vllm_parser(json.dumps(tool_schemas(load_tools(tools))), name, AutoTokenizer.from_pretrained(tokenizer))
+    return vllm_parser(
+        json.dumps(tool_schemas(load_tools(tools))), name, AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    )
 
 
 def vllm_parser(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> CallParser:

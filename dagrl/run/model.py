@@ -144,7 +144,7 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
 
     advice = f"save the model's tokenizer there, or name its directory in {TOKENIZER_KEY}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for malformed files
         for file in (CONFIG, "tokenizer_config.json", "tokenizer.json"):
             if (directory / file).exists():

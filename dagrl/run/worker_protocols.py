@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from dagrl.config import Config, Json, PolicyConfig
+from dagrl.config import Config, FsdpConfig, Json, MegatronConfig, OptimizerConfig, PolicyConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN
+from dagrl.config.section import Section
 from dagrl.errors import ConfigError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
@@ -158,14 +159,27 @@ class ModelHooks(Protocol):
         """Returns the keys of the model's configuration that decide what the worker computes."""
 
 
+MEGATRON_ALONE = (
+    *("use_distributed_optimizer", "activation_checkpointing", "moe_aux_loss_coeff", "cuda_graphs"),
+    "distributed_data_parallel_config",
+)
+"""Keys of `megatron_cfg` that are no part of the layout, which own workers have."""
+
 OPTIONAL_SETTINGS: Mapping[str, Callable[[PolicyConfig], object]] = {
     "peft.enabled": lambda policy: policy.peft.enabled,
     "sequence_packing.enabled": lambda policy: policy.sequence_packing.enabled,
     "router_replay": lambda policy: policy.router_replay,
     "deterministic": lambda policy: policy.deterministic,
     "worker_args": lambda policy: policy.worker_args,
+    "optimizer.name": lambda policy: _changed(policy.optimizer, OptimizerConfig(), ("name", "args")),
+    "fsdp_cfg": lambda policy: policy.fsdp_cfg != FsdpConfig(),
+    "megatron_cfg": lambda policy: _changed(policy.megatron_cfg, MegatronConfig(), MEGATRON_ALONE),
 }
 """Settings of `policy` that a train worker class reads only if it names them in `supports`, and whether one is asked for."""
+
+
+def _changed(section: Section, default: Section, keys: Sequence[str]) -> bool:
+    return any(getattr(section, key) != getattr(default, key) for key in keys)
 
 
 def check_supported(worker: type, policy: PolicyConfig, key: str) -> None:

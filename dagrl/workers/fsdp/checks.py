@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from dagrl.config import Config, Json, MegatronConfig, PolicyConfig
+from dagrl.config import Config, Json, MegatronConfig, OptimizerConfig, PolicyConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
 from dagrl.machine import gpu_count
@@ -84,6 +85,18 @@ def unpackable(config: Config, hf_config: Mapping[str, Json]) -> str:
     return unseparated(kind, model, chosen, images=config.data.images.enabled)
 
 
+def _check_optimizer(wanted: OptimizerConfig) -> None:
+    """Raises a UserError for an optimizer that is not installed, or that does not take the arguments."""
+    kind = load_class(wanted.name, "policy.optimizer.name")
+    known = inspect.signature(kind).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+    if unknown := [name for name in wanted.args if name not in known and not takes_any]:
+        raise ConfigError(
+            f"policy.optimizer.args has {', '.join(unknown)}, which {wanted.name} does not take; expected some of: "
+            f"{', '.join(known)}"
+        )
+
+
 def _check_expert_adapters(policy: PolicyConfig, layout: ParallelLayout) -> None:
     """Raises ConfigError for settings next to which experts have no adapters."""
     has = "policy.peft.target_parameters is set"
@@ -105,7 +118,7 @@ def _check_expert_adapters(policy: PolicyConfig, layout: ParallelLayout) -> None
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model that cannot be built, or not in this layout."""
     check_settings(config)
-    load_class(config.policy.optimizer.name, "policy.optimizer.name")
+    _check_optimizer(config.policy.optimizer)
     policy, layout = config.policy, config.policy.train_layout
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = hf_config.get(name)
@@ -116,12 +129,9 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             )
     from dagrl.workers.fsdp.dry import dry_model
     from dagrl.workers.fsdp.experts import expert_weights
+    from dagrl.workers.fsdp.model import vision_tower
     from dagrl.workers.fsdp.routers import find_routers
     from dagrl.workers.fsdp.sent import whole_shapes
-
-    if policy.model_name is not None:
-        with dry_model(policy, hf_config, ParallelLayout(), 0) as root:
-            check_shared(policy.model_name, whole_shapes(root.net))
 
     if policy.peft.enabled and find_spec("peft") is None:
         raise MissingDependencyError("policy.peft.enabled is true, but PEFT is not installed; install dagrl[peft]")
@@ -132,6 +142,9 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
         )
     if policy.peft.enabled and policy.peft.target_parameters:
         _check_expert_adapters(policy, layout)
+    if policy.model_name is not None:
+        with dry_model(policy, hf_config, ParallelLayout(), 0) as root:
+            check_shared(policy.model_name, whole_shapes(root.net))
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:
             root.context.check(layout.tp)
@@ -141,6 +154,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             logger.info("%s have no adapters; policy.peft.target_parameters gives them some", ", ".join(names))
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
+        if policy.fsdp_cfg.freeze_vision_tower:
+            vision_tower(root.net)
     what = layers_with_a_state(policy, hf_config)
     if layout.cp > 1 and what:
         raise ConfigError(

@@ -23,6 +23,23 @@ from dagrl.workers.fsdp.model import HiddenStates, Meshes, forget_meshes, shard_
 from dagrl.workers.train.groups import destroy_groups
 
 
+def _build(kind: Any, config: Any, attention: str | None) -> Any:
+    with ContextManagers(kind.get_init_context(torch.float32, False, False, False)):  # of `from_pretrained`
+        try:
+            return kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+        except (ImportError, ValueError) as error:
+            if attention is None:
+                raise
+            raise ConfigError(
+                f"policy.fsdp_cfg.attn_implementation is {attention}, which {kind.__name__} cannot use here: {_words(error)}"
+                " Choose another one, or leave it out"
+            ) from error
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 @contextmanager
 def dry_model(
     policy: PolicyConfig, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int
@@ -34,16 +51,14 @@ def dry_model(
         scalar = bool(hf_config.get(SCALAR_HEAD))
         config = find_config(policy, hf_config, scalar=scalar)
         kind: Any = find_class(policy, config, scalar=scalar)
-        with ContextManagers(kind.get_init_context(torch.float32, False, False, False)):  # of `from_pretrained`
-            model = kind._from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
+        model = _build(kind, config, settings.attn_implementation)
         meshes = Meshes.of(layout, settings.data_parallel_replicas, device)
         root = shard_model(model, policy, meshes, device, trains=True)
     except UserError:
         raise
     except Exception as error:  # architectures raise anything
         raise ConfigError(
-            f"transformers cannot build a {hf_config.get('model_type')} in the layout {layout.describe()} with "
-            f"attn_implementation {settings.attn_implementation}: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"transformers cannot build a {hf_config.get('model_type')} in the layout {layout.describe()}: {_words(error)}"
         ) from error
     else:
         yield root

@@ -200,12 +200,7 @@ def load_model(
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains and is_adapter(name) == adapted)
     if trains and policy.fsdp_cfg.freeze_vision_tower:
-        tower = loaded.get_encoder(modality="image")
-        if tower in (loaded, loaded.base_model):
-            raise ConfigError(
-                f"policy.fsdp_cfg.freeze_vision_tower is true, but {type(loaded).__name__} has no vision tower"
-            )
-        tower.requires_grad_(False)
+        vision_tower(loaded).requires_grad_(False)
     embedding: Any = loaded.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = constant_row(config.get_text_config().to_dict())
@@ -353,6 +348,11 @@ def split_layers(model: PreTrainedModel, settings: FsdpConfig, meshes: Meshes) -
             f"policy.fsdp_cfg.tensor_parallel_size is {settings.tensor_parallel_size}, but {type(model).__name__} has no "
             "tensor-parallel plan in transformers; set it to 1"
         )
+    if settings.expert_parallel_size > 1 and not model.ep_plan:
+        raise ConfigError(
+            f"policy.fsdp_cfg.expert_parallel_size is {settings.expert_parallel_size}, but {type(model).__name__} has no "
+            "expert-parallel plan in transformers; set it to 1"
+        )
     tensor, expert = parallel_plans(model, wanted)
     if tensor:
         tensor |= {name: "replicated_with_grad_allreduce" for name in _activations(model)}
@@ -408,6 +408,16 @@ def image_layers(model: PreTrainedModel) -> set[nn.Module]:
     """Returns the modules of the vision tower, if there is one."""
     tower = model.get_encoder(modality="image")
     return set() if tower in (model, model.base_model) else {*tower.modules()}
+
+
+def vision_tower(model: Any) -> nn.Module:
+    """Returns the part of a model that encodes images, to freeze it. Raises ConfigError if there is none."""
+    tower: nn.Module = model.get_encoder(modality="image")
+    if tower in (model, model.base_model):
+        raise ConfigError(
+            f"policy.fsdp_cfg.freeze_vision_tower is true, but {type(model).__name__} has no vision tower; set it to false"
+        )
+    return tower
 
 
 def prepare_layer(

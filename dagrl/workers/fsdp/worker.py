@@ -5,7 +5,8 @@ from __future__ import annotations
 from dagrl.workers.fsdp.backend import FsdpBackend
 from dagrl.workers.train.worker import TrainWorker, ValueWorker
 
-SUPPORTS = frozenset(("sequence_packing.enabled", "deterministic"))
+SUPPORTS = frozenset(("sequence_packing.enabled", "deterministic", "optimizer.name", "fsdp_cfg", "megatron_cfg"))
+"""`check_settings` says of `megatron_cfg` what to set instead."""
 
 
 class FsdpWorker(TrainWorker):

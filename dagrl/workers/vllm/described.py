@@ -147,7 +147,7 @@ def main(directory: str) -> None:
     (root / "config.json").write_text(json.dumps({**hf_config, "quantization_config": None}))
     dtype: torch.dtype = getattr(torch, arguments.pop("dtype"))
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root), dtype=dtype)
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root, trust_remote_code=False), dtype=dtype)
     hf_config = {"architectures": [type(module).__name__], **hf_config}
     (root / "config.json").write_text(json.dumps(hf_config))
     import_vllm(hf_config)

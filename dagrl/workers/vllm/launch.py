@@ -309,7 +309,7 @@ def read_hf_config(config: Config) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     from transformers import AutoConfig
 
-    return dict(AutoConfig.from_pretrained(model_path(config)).to_dict())
+    return dict(AutoConfig.from_pretrained(model_path(config), trust_remote_code=False).to_dict())
 
 
 def _tokenizer(config: Config) -> str | None:

@@ -105,6 +105,7 @@ WORDS = {
     "DDP": f"{MEGATRON}.distributed_data_parallel_config",
     "LORA": "policy.peft",
     "MIXTURE": MIXTURE,
+    "OWN": "policy.worker=dagrl.examples.hf_worker:HfWorker",
     "FSDP_CFG": "policy.fsdp_cfg",
     "FSDP": "policy.backend=fsdp",
     "USER": '{"role": "user", "content": "1"}',
@@ -174,9 +175,17 @@ FSDP; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no m
 FSDP; policy.random_init.hf_config.model_type=gpt9 -> model_type
 FSDP; FSDP_CFG.tensor_parallel_size=3; cluster.num_cpus=8 ->
     num_attention_heads = 4, which policy.fsdp_cfg.tensor_parallel_size 3 does not divide
-FSDP; FSDP_CFG.attn_implementation=flash_attention_3 -> attn_implementation flash_attention_3 ... ImportError
-FSDP; FSDP_CFG.attn_implementation=fast -> attn_implementation fast ... ValueError
-FSDP; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2} -> does not define an expert-parallel plan
+FSDP; FSDP_CFG.attn_implementation=flash_attention_3 -> attn_implementation is flash_attention_3, ... ImportError
+FSDP; FSDP_CFG.attn_implementation=fast -> attn_implementation is fast, ... ValueError ... leave it out
+FSDP; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2} -> Qwen3ForCausalLM has no expert-parallel plan
+OWN; LORA.enabled=true -> policy.peft.enabled is set, but HfWorker (policy.worker) does not support it; remove it
+OWN; policy.sequence_packing.enabled=true -> policy.sequence_packing.enabled is set, but HfWorker
+OWN; policy.deterministic=true -> policy.deterministic is set, but HfWorker
+OWN; policy.worker_args={a: 1} -> policy.worker_args is set, but HfWorker
+OWN; policy.optimizer.name=torch.optim:SGD -> policy.optimizer.name is set, but HfWorker
+OWN; FSDP_CFG.data_parallel_size=2 -> policy.fsdp_cfg is set, but HfWorker
+OWN; MEGATRON.activation_checkpointing=true -> policy.megatron_cfg is set, but HfWorker
+policy.worker_args={a: 1} -> policy.worker_args is set, but MegatronWorker
 FSDP; FSDP_CFG={data_parallel_size: 2, data_parallel_replicas: 3} -> data_parallel_replicas is 3
 FSDP; FSDP_CFG.pipeline_parallel_size=2 -> policy.fsdp_cfg.pipeline_parallel_size ... unknown
 FSDP; MEGATRON.pipeline_model_parallel_size=2 ->

@@ -113,12 +113,27 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
     "no experts": (
         {"fsdp_cfg": {"data_parallel_size": 2, "expert_parallel_size": 2}},
         QWEN3,
-        "Expert parallelism was requested .* does not define|Qwen3ForCausalLM` has no `ep_plan`",
+        "expert_parallel_size is 2, but Qwen3ForCausalLM has no expert-parallel plan in transformers; set it to 1",
     ),
     "attention": (
         {"fsdp_cfg": {"attn_implementation": "flash_attention_3"}},
         QWEN3,
-        "attn_implementation flash_attention_3: ImportError",
+        "attn_implementation is flash_attention_3, which Qwen3ForCausalLM cannot use here: ImportError.* Choose another",
+    ),
+    "no optimizer package": (
+        {"optimizer": {"name": "torchbo.optim:AdamW8bit"}},
+        QWEN3,
+        "policy.optimizer.name: there is no module 'torchbo'",
+    ),
+    "optimizer arguments": (
+        {"optimizer": {"args": {"beta": 1.0}}},
+        QWEN3,
+        "policy.optimizer.args has beta, which torch.optim:AdamW does not take; expected some of: .*betas",
+    ),
+    "no vision tower": (
+        {"fsdp_cfg": {"freeze_vision_tower": True}},
+        QWEN3,
+        "freeze_vision_tower is true, but Qwen3ForCausalLM has no vision tower; set it to false",
     ),
     "packed": ({"sequence_packing": {"enabled": True}}, LFM2, "see each other in the model, which has layers of type conv"),
     "packed masks": (
