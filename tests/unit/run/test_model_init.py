@@ -141,17 +141,15 @@ def test_character_tokenizer_keeps_every_character(tmp_path: Path) -> None:
 
 def test_a_tokenizer_next_to_code_is_loaded_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would ask at the terminal whether to run it."""
-
-    def asked(*_: object) -> str:
-        raise AssertionError("transformers asked")
-
-    monkeypatch.setattr("builtins.input", asked)
+    asked: list[object] = []
+    monkeypatch.setattr("builtins.input", asked.append)
     character_tokenizer("01").save_pretrained(tmp_path)
     code = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(code))
     (tmp_path / "configuration_own.py").write_text("raise AssertionError('run')")
     tokenizer = load_tokenizer(PolicyConfig(model_name=str(tmp_path)))
     assert tokenizer.encode("10", add_special_tokens=False) == [tokenizer.get_vocab()[one] for one in "10"]
+    assert not asked
 
 
 def test_replacing_the_tokenizers_chat_template_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
