@@ -67,6 +67,9 @@ def test_steps_are_those_of_plain_torch(way: str, make: Make, model: Path) -> No
     assert found is not None
     np.testing.assert_allclose(found["logprobs"], expected.logprobs, atol=1e-5)
     np.testing.assert_allclose(found["entropy"], expected.entropy, atol=1e-5)
+    answers = worker.answer_sums(batch)
+    assert answers is not None
+    np.testing.assert_allclose(answers["sums"], (expected.logprobs * batch["loss_mask"]).sum(1), atol=1e-4)
     assert worker.evaluate(batch, "likelihood").sums["loss"] == pytest.approx(expected.losses[0], abs=1e-5)
     with replay_context(ReplayContext("train_step", 0, True)):
         worker.train_step(batch, "likelihood")  # changes nothing
