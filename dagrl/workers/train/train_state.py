@@ -19,24 +19,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dagrl.config import Json
-from dagrl.files import write_whole
+from dagrl.files import FileEntry, write_whole
 from dagrl.workers.train.backend import Backend
-from dagrl.workers.train.checkpoint import Piece, Saving, load, whole
+from dagrl.workers.train.checkpoint import Piece, load, save, whole
 from dagrl.workers.train.groups import run_on_all_ranks
 from dagrl.workers.train.identity import WORKER, read_worker_file
 
 
-def start_saving(
+def save_checkpoint(
     directory: str,
     backend: Backend,
     group: ProcessGroup | None,
     rank: int,
     reference: Mapping[str, Tensor] | None,
     identity: Mapping[str, Json],
-    *,
-    background: bool,
-) -> Saving:
-    """Starts writing a checkpoint to `directory`, on all ranks of `group` together."""
+) -> dict[str, FileEntry]:
+    """Writes a checkpoint to `directory`, on all ranks of `group` together. Returns the files of this rank."""
     steps = backend.model.steps
     head = {
         "format": backend.checkpoint_format,
@@ -56,7 +54,7 @@ def start_saving(
     run_on_all_ranks(group, write_head)
     with torch.no_grad():
         pieces = [*backend.pieces_to_save(reference), *_random_pieces(random_states(), rank)]
-    return Saving(directory, pieces, group, background=background)
+    return save(Path(directory), pieces, group)
 
 
 def load_checkpoint(
