@@ -336,8 +336,8 @@ def _error_of(act: Callable[[], object]) -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
-def _receive(channel: Channel, peer: int, place: Place, count: int = 1 << 16) -> None:
-    channel.receive(torch.zeros(count, device=place.device), peer).wait()
+def _receive(channel: Channel, peer: int, place: Place) -> None:
+    channel.receive(torch.zeros(1 << 16, device=place.device), peer).wait()
     channel.synchronize()
 
 

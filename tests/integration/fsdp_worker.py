@@ -34,13 +34,6 @@ class TestedWorker(FsdpWorker):
         model = self.backend().model
         return {part: sum(one.nbytes() for one in unique_storages(model.state(part))) for part in STATE_PARTS}
 
-    def allocated_bytes(self) -> int:
-        """Returns the bytes of all tensors on the GPU."""
-        import torch
-
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-
     def _boxes(self, tensor_of: Any) -> list[tuple[str, Box, Any]]:
         from dagrl.refit.sources import held_boxes, local_of
         from dagrl.workers.fsdp.backend import FsdpBackend

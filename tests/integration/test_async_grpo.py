@@ -117,12 +117,12 @@ def numbers_of(batches: Trained) -> list[int]:
     return [group.group.number for batch in batches for group in batch]
 
 
-def check_versions(config: Config, batches: Trained, first: int = 0, max_age: int = 2) -> Counter[int]:
+def check_versions(config: Config, batches: Trained, max_age: int) -> Counter[int]:
     """Checks ages, and each log-probability against the recorded version; counts ages by token."""
     lines = (Path(config.output_dir) / config.name / TRUTH).read_text().splitlines()
     logits = {line["version"]: np.array(line["logits"]) for line in map(json.loads, lines)}
     ages: Counter[int] = Counter()
-    for version, batch in enumerate(batches, start=first):
+    for version, batch in enumerate(batches):
         for episode in (episode for group in batch for episode in group.group.episodes):
             for token, logprob, made_by, sampled in zip(
                 episode.tokens, episode.logprobs, episode.versions, episode.sampled, strict=True

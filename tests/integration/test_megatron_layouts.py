@@ -6,7 +6,6 @@ loss multiplied by cp (gradients at cp2), and a two-stage interleaved pipeline w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -144,13 +143,10 @@ def logprobs(group: Group, batch: Batch, *model: str) -> Batch:
     return batch.with_fields(**found)
 
 
-def run_case(
-    pool: MegatronPool, item: Case, model: Path, prepare: Callable[[Group], object] = lambda _: None, **policy: Any
-) -> reference.Run:
+def run_case(pool: MegatronPool, item: Case, model: Path, **policy: Any) -> reference.Run:
     """Runs a case on the batch, with further keys of `policy`."""
     batch = reference.make_batch(vocabulary_of(item.model))
     with pool.group(item.layout, configuration(item, model, **policy)) as group:
-        prepare(group)
         first = logprobs(group, batch)
         train(group, batch, warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients")) if not item.sharded else {}

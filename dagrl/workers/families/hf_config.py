@@ -115,15 +115,13 @@ class ModelConfig:
             raise ConfigError(f"the model's config.json has {key} = {value}; expected a number of at least {least}")
         return value
 
-    def flag(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str) -> bool:
         """Returns a boolean."""
-        value = self.config.get(key)
-        return default if value is None else bool(value)
+        return bool(self.config.get(key))
 
-    def text(self, key: str, default: str = "") -> str:
+    def text(self, key: str) -> str:
         """Returns a string."""
-        value = self.config.get(key)
-        return default if value is None else str(value)
+        return str(self.config.get(key) or "")
 
     def has(self, key: str) -> bool:
         """Whether the key is present and not null."""

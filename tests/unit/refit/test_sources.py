@@ -28,11 +28,11 @@ def part_of(tensors: Mapping[str, Tensor], one: WeightSlice) -> Tensor:
     return tensors[one.tensor][tuple(slice(*extent) for extent in one.local)]
 
 
-def check_held(module: nn.Module, whole: dict[str, Tensor], dtype: str = "float32", **options: Any) -> dict[str, Tensor]:
+def check_held(module: nn.Module, whole: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """Every slice holds its box of the whole parameter. Returns how often this rank holds each element."""
-    tensors = tensors_of(module, dtype=dtype, **options)
+    tensors = tensors_of(module, dtype="float32", **options)
     held = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
-    for one in expand(slices_of(module, dtype=dtype, **options)):
+    for one in expand(slices_of(module, dtype="float32", **options)):
         box = tuple(slice(*extent) for extent in one.box)
         wanted = whole[one.name][box]
         assert volume(one.box) and torch.equal(part_of(tensors, one).reshape(wanted.shape), wanted), one

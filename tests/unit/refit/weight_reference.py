@@ -58,9 +58,9 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
 
 
 @st.composite
-def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
+def model_configs(draw: st.DrawFn) -> Config:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
-    model_type = draw(st.sampled_from(types))
+    model_type = draw(st.sampled_from(TYPES))
     config = model_config(
         model_type,
         hidden_size=4 * draw(st.integers(1, 3)),
