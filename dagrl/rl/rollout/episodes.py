@@ -201,11 +201,11 @@ def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> lis
     episodes = [episode for group in groups for episode in group.episodes]
     chat = chat_of(tokenizer)
     sampled = [episode.tokens.tolist() for episode in episodes]
-    texts = _decoded(tokenizer, [tokens[:-1] if tokens[-1:] and tokens[-1] in chat.ends else tokens for tokens in sampled])
+    texts = decoded(tokenizer, [tokens[:-1] if tokens[-1:] and tokens[-1] in chat.ends else tokens for tokens in sampled])
     return [Sample(episode.prompt, episode, chat.without_end(text)) for episode, text in zip(episodes, texts, strict=True)]
 
 
-def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> list[str]:
+def decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> list[str]:
     """Decodes without special tokens. The tokenizer behind transformers' own looks at no token in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
     if backend is None or tokenizer.clean_up_tokenization_spaces:

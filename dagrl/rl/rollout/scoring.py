@@ -23,7 +23,7 @@ from dagrl.rl.rewards import (
     join_rewards,
     overlong_penalty,
 )
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, decoded
 from dagrl.telemetry.metrics import ENVIRONMENT_FAILURES
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict
     """Returns the conversation: the prompt's messages, the policy's turns as `assistant`, and the environment's replies."""
     prompt, episode = sample.prompt, sample.completion
     messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
-    for start, end in episode.spans():
-        text = tokenizer.decode(episode.tokens[start:end].tolist(), skip_special_tokens=True)
+    spans = episode.spans()
+    texts = decoded(tokenizer, [episode.tokens[start:end].tolist() for start, end in spans])
+    for (start, _), text in zip(spans, texts, strict=True):
         messages.append({"role": "assistant" if episode.sampled[start] else "environment", "content": text})
     return messages
 
