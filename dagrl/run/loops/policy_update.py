@@ -127,8 +127,9 @@ class PolicyTrainer:
         if offloads:
             replays.replay("logprob_inference_prep", step)
         apart = {name: replays.submit(name, input_of(replays.phases[name], batch)) for name in phases.apart}
-        for name in phases.train:
-            replays.replay(name, input_of(replays.phases[name], batch), rows=shards)
+        there = [(name, replays.submit(name, input_of(replays.phases[name], batch), shards)) for name in phases.train]
+        for name, replay in there:
+            replays.collect(name, replay)
         if apart:
             columns = dict[str, Array]()
             for name, replay in apart.items():  # through the driver to the train workers

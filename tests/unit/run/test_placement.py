@@ -47,7 +47,7 @@ def make_batch(lengths: Sequence[int]) -> Batch:
 
 
 class Recorded:
-    """In place of `Replays`: what each phase was given, and the row ids of each shard."""
+    """In place of `Replays`: what each phase was given, the row ids of each shard, and what was waited for by then."""
 
     shared = None
 
@@ -55,13 +55,16 @@ class Recorded:
         self.phases = phases
         self.batches: list[tuple[str, Batch]] = []
         self.ids: list[tuple[str, list[set[int]]]] = []
+        self.collected: list[str] = []
+        self.collected_before: dict[str, list[str]] = {}
 
-    def replay(self, name: str, batch: Batch, rows: Sequence[npt.NDArray[np.intp]], *_: object) -> Any:
+    def submit(self, name: str, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> None:
+        self.collected_before[name] = list(self.collected)
         self.batches.append((name, batch))
         self.ids.append((name, [set(batch["row_ids"][mine].tolist()) for mine in rows]))
-        return []
 
-    submit = replay
+    def collect(self, name: str, replay: None) -> None:
+        self.collected.append(name)
 
 
 def step(config: Config, batch: Batch) -> Recorded:
@@ -94,6 +97,12 @@ def test_no_log_probability_passes_the_driver() -> None:
     assert [name for name, _ in batches] == ["logprobs", "reference_logprobs", "train_step"]
     by_token = sum(array.itemsize for _, batch in batches for array in batch.fields.values() if array.ndim == 2)
     assert by_token == 3 * 8 + 3 * 4, "token ids three times; mask, advantages and generation's log-probabilities once"
+
+
+def test_workers_do_not_wait_between_two_phases_of_log_probabilities() -> None:
+    """The optimizer step waits for both: a worker without its columns would leave others in a collective."""
+    before = step(configuration(8, 2), make_batch([WIDTH] * 8)).collected_before
+    assert before == {"logprobs": [], "reference_logprobs": [], "train_step": ["logprobs", "reference_logprobs"]}
 
 
 ROOT = Path(__file__).parents[3]
