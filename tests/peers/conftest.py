@@ -1,7 +1,4 @@
-"""Tests with real verl and TRL, in an environment of its own (`make test-peers`). Elsewhere nothing here is collected.
-
-TRL is on the path of `test_trl_*.py` alone, which run in a process of their own.
-"""
+"""Tests with real verl, in an environment of its own (`make test-peers`). Elsewhere nothing here is collected."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from dagrl.bench.verl_steps import ON_CPU, write_model
 from dagrl.config import ClusterConfig
 from dagrl.run.cluster import ray_cluster
 
-absent = {"verl": "test_*.py", "trl": "test_trl_*.py"}
-collect_ignore_glob = [pattern for package, pattern in absent.items() if importlib.util.find_spec(package) is None]
+collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 
 os.environ.update(ON_CPU)  # before verl is imported
 

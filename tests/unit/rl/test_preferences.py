@@ -115,14 +115,14 @@ def test_sums_that_are_not_finite_are_no_error_of_the_loss() -> None:
 
 
 def test_metrics_of_dpo_are_those_of_trl() -> None:
-    sums, fixed = np.array([-3.0, -5.0, -4.0, -1.0]), np.array([-4.0, -4.0, -3.0, -3.0])
+    sums, fixed = np.array([-3.0, -5.0, -4.0, -5.0]), np.array([-4.0, -4.0, -3.0, -3.0])
     algorithm = algorithm_of(config_of(beta=BETA))
     assert isinstance(algorithm, PreferenceAlgorithm)
     actual = pair_losses(algorithm, sums, np.full(4, 2), fixed).metrics
-    assert actual["preference/accuracy"] == 0.5
+    assert actual["preference/accuracy"] == 1.0
     assert actual["preference/chosen_reward"] == pytest.approx(BETA * (1 - 1) / 2)
-    assert actual["preference/rejected_reward"] == pytest.approx(BETA * (-1 + 2) / 2)
-    assert actual["preference/margin"] == pytest.approx(-BETA / 2)
+    assert actual["preference/rejected_reward"] == pytest.approx(BETA * (-1 - 2) / 2)
+    assert actual["preference/margin"] == pytest.approx(1.5 * BETA)
 
 
 @pytest.mark.parametrize(
