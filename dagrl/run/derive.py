@@ -25,6 +25,7 @@ from dagrl.rl.preferences import gives_scores
 from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.memory import ENGINE_ROOM, Decoder, saved_bytes, size_of, state_bytes, train_memory, weight_count
+from dagrl.run.model import language_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -356,7 +357,7 @@ def _set_lengths(derived: Derived) -> None:
 def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Sized], hf_config: Mapping[str, Json]) -> None:
     if derived.config.policy.sequence_buckets or not derived.open("policy.max_total_sequence_length"):
         return
-    generation, positions = derived.config.policy.generation, hf_config.get("max_position_embeddings")
+    generation, positions = derived.config.policy.generation, language_keys(hf_config).get("max_position_embeddings")
     longest = None if generation is None else generation.vllm_cfg.max_model_len
     limits = [limit for limit in (positions, longest) if isinstance(limit, int) and limit]
     new, room = generation.max_new_tokens if generation is not None else 0, min(limits, default=None)

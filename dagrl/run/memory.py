@@ -27,7 +27,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype
 from dagrl.errors import ConfigError
-from dagrl.run.model import checkpoint_bytes, role_description
+from dagrl.run.model import checkpoint_bytes, language_keys, role_description
 
 GIB = 1 << 30
 ENGINE_ROOM = 6 * GIB
@@ -69,8 +69,7 @@ class Decoder:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Json]) -> Decoder:
-        text = hf_config.get("text_config")
-        sizes = text if isinstance(text, dict) else hf_config
+        sizes = language_keys(hf_config)
         hidden, heads = size_of(sizes, "hidden_size", 4096), size_of(sizes, "num_attention_heads", 32)
         head, layers = size_of(sizes, "head_dim", hidden // heads), size_of(sizes, "num_hidden_layers", 32)
         experts = size_of(sizes, "num_experts", size_of(sizes, "num_local_experts", size_of(sizes, "n_routed_experts", 0)))

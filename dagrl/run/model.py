@@ -342,6 +342,12 @@ def check_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast) -> 
     make_random_model(init, tokenizer, "meta")
 
 
+def language_keys(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Returns the keys of the language model: all of them, or those of its part in a model that takes images."""
+    text = hf_config.get("text_config")
+    return text if isinstance(text, dict) else hf_config
+
+
 def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
     """Returns the model in float32 with seeded weights. On device `meta` it has none, which checks the keys quickly.
 

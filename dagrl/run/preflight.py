@@ -75,6 +75,7 @@ from dagrl.run.model import (
     checkpoint_bytes,
     end_tokens,
     generation_defaults,
+    language_keys,
     load_tokenizer,
     model_description,
     other_models,
@@ -421,7 +422,7 @@ def check_model(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], wo
 
 
 def _check_stops(config: Config, hf_config: Mapping[str, Json]) -> None:
-    generation, rows = config.policy.generation, hf_config.get("vocab_size")
+    generation, rows = config.policy.generation, language_keys(hf_config).get("vocab_size")
     if generation is None or not isinstance(rows, int):
         return
     if unknown := [token for token in generation.stop_token_ids if not 0 <= token < rows]:
@@ -434,7 +435,8 @@ def _check_stops(config: Config, hf_config: Mapping[str, Json]) -> None:
 def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
     widest = bucket_widths(inputs.config.policy)[-1]
     for role in ("train", *plan.model_roles):
-        positions = role_description(inputs.config, role, inputs.hf_config).get("max_position_embeddings")
+        described = role_description(inputs.config, role, inputs.hf_config)
+        positions = language_keys(described).get("max_position_embeddings")
         if isinstance(positions, int) and positions < widest:
             whose = "the model" if role == "train" else f"the {role}"
             raise ConfigError(
@@ -559,8 +561,7 @@ def check_media(config: Config, plan: RunPlan, hf_config: Mapping[str, Json]) ->
 
 def _sees_images_whole(hf_config: Mapping[str, Json]) -> bool:
     """Returns whether the model's attention is in both directions among the tokens of an image."""
-    text = hf_config.get("text_config")
-    vision = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"  # Gemma 4's
+    vision = language_keys(hf_config).get("use_bidirectional_attention") == "vision"  # Gemma 4's
     return vision or hf_config.get("model_type") in ("gemma3", "paligemma")
 
 

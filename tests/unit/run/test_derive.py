@@ -84,10 +84,11 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Deri
     return derived
 
 
-def test_completions_fit_a_model_with_a_short_context(machine: Any) -> None:
+@pytest.mark.parametrize("part", [None, "text_config"], ids=["of a text", "that takes images"])
+def test_completions_fit_a_model_with_a_short_context(part: str | None, machine: Any) -> None:
     machine(0)
-    derived = derive_from_machine(minimal())
-    derive_from_data(derived, [], [range(6)] * 3200, {**QWEN3_06B, "max_position_embeddings": 64}, WEIGHTS)
+    derived, short = derive_from_machine(minimal()), {**QWEN3_06B, "max_position_embeddings": 64}
+    derive_from_data(derived, [], [range(6)] * 3200, short if part is None else {part: short}, WEIGHTS)
     generation = derived.config.policy.generation
     assert generation is not None and generation.max_new_tokens == 32
     assert "half of the 64 tokens" in derived.reasons["policy.generation.max_new_tokens"]
