@@ -275,7 +275,7 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     if policy.random_init is not None:
         return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, tokens)}
     description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
-    rows = description.get("vocab_size")
+    rows = language_keys(description).get("vocab_size")
     if isinstance(rows, int) and rows < tokens:
         raise ConfigError(
             f"the tokenizer in {policy.tokenizer.name or policy.model_name} has tokens up to {tokens - 1}, but the model in "
@@ -305,7 +305,7 @@ def other_models(config: Config) -> dict[str, str]:
 
 def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFast) -> None:
     _check_description(directory, key)
-    rows, tokens = _read_description(directory, key).get("vocab_size"), token_count(tokenizer)
+    rows, tokens = language_keys(_read_description(directory, key)).get("vocab_size"), token_count(tokenizer)
     if isinstance(rows, int) and rows < tokens:
         raise ConfigError(
             f"{key}: the model in {directory} has rows for {rows} tokens, but the policy's tokenizer has {tokens}; "
@@ -430,7 +430,7 @@ def _read_object(path: Path, key: str) -> dict[str, Json]:
 
 def _vocabulary(init: RandomInit, tokens: int) -> int:
     """Returns the rows of the embedding: `hf_config.vocab_size`, and at least one per token of the tokenizer."""
-    rows = init.hf_config.get("vocab_size")
+    rows = language_keys(init.hf_config).get("vocab_size")
     return max(tokens, rows if isinstance(rows, int) else 0)
 
 

@@ -104,6 +104,10 @@ def test_a_checkpoint_needs_a_row_for_each_token(tmp_path: Path) -> None:
     policy = PolicyConfig(model_name=str(tmp_path / "a"), tokenizer=TokenizerConfig(name=str(tmp_path / "larger")))
     with pytest.raises(ConfigError, match=r"tokens up to 18, but the model .* has rows for 0 to 17 \(vocab_size 18\)"):
         model_description(policy, token_count(load_tokenizer(policy)))
+    path = tmp_path / "a" / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": json.loads(path.read_text())}))
+    with pytest.raises(ConfigError, match=r"has rows for 0 to 17 \(vocab_size 18\)"):
+        model_description(policy, 19)
 
 
 def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
