@@ -348,13 +348,26 @@ def language_keys(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
     return text if isinstance(text, dict) else hf_config
 
 
+def auto_class(hf_config: Any) -> Any:
+    """Returns the class of transformers that makes the model of its configuration, with images if it takes them.
+
+    Of some models with images transformers also has the language model alone; `architectures` says which one it is.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    autos = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    known = [auto for auto in autos if type(hf_config) in auto._model_mapping]
+    named = [auto for auto in known if auto._model_mapping[type(hf_config)].__name__ in (hf_config.architectures or ())]
+    return next(iter([*named, *known]), AutoModelForCausalLM)
+
+
 def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
     """Returns the model in float32 with seeded weights. On device `meta` it has none, which checks the keys quickly.
 
     Raises ConfigError if transformers rejects them.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -368,14 +381,9 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
         tokens["text_config"] = {**text, **tokens}
     try:
         hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
-        autos = [AutoModelForCausalLM, AutoModelForImageTextToText]
-        known = [auto for auto in autos if type(hf_config) in auto._model_mapping]
-        # Of some models with images transformers also has the language model alone.
-        named = [auto for auto in known if auto._model_mapping[type(hf_config)].__name__ in (hf_config.architectures or ())]
-        makes, *_ = *named, *known, AutoModelForCausalLM
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(init.seed)
-            return cast("PreTrainedModel", makes.from_config(hf_config, dtype=torch.float32))
+            return cast("PreTrainedModel", auto_class(hf_config).from_config(hf_config, dtype=torch.float32))
     except Exception as error:  # architectures raise anything for bad keys
         raise ConfigError(
             f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {_reason(error)}"

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from dagrl.config import Config
@@ -276,6 +277,9 @@ def check_descriptions(root: Path) -> None:
             "model.embed_tokens.weight",
             "model.layers.0.post_feedforward_layernorm.weight",
         }
+        example = yaml.safe_load((Path(__file__).parents[2] / "examples" / "grpo_images.yaml").read_text())
+        (only,) = described.describe_ranks(example["policy"]["random_init"]["hf_config"], 1, {"dtype": "bfloat16"})
+        assert {one.name for one in only} >= {"model.visual.patch_embed.proj.weight", "model.language_model.norm.weight"}
         with pytest.raises(AssertionError):  # vLLM cannot divide it
             described.describe_ranks({**FAMILIES["llama"], "intermediate_size": 30}, 4, {"dtype": "bfloat16"})
 

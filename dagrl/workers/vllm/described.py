@@ -134,11 +134,12 @@ def do_without_kernels() -> None:
 def main(directory: str) -> None:
     """Answers `request.json` in `directory` with the file `slices`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from dagrl.refit.fp8 import SCALE_SUFFIX, scale_shape
     from dagrl.refit.recording import record
     from dagrl.refit.sources import slices_of
+    from dagrl.run.model import auto_class
     from dagrl.workers.vllm.launch import import_vllm
 
     root = Path(directory)
@@ -146,8 +147,9 @@ def main(directory: str) -> None:
     hf_config, arguments = request["hf_config"], request["arguments"]
     (root / "config.json").write_text(json.dumps({**hf_config, "quantization_config": None}))
     dtype: torch.dtype = getattr(torch, arguments.pop("dtype"))
+    known = AutoConfig.from_pretrained(root, trust_remote_code=False)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root, trust_remote_code=False), dtype=dtype)
+        module = auto_class(known).from_config(known, dtype=dtype)
     hf_config = {"architectures": [type(module).__name__], **hf_config}
     (root / "config.json").write_text(json.dumps(hf_config))
     import_vllm(hf_config)
