@@ -57,6 +57,39 @@ def test_gemma3_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert type(model).__name__ == "Gemma3ForCausalLM"
 
 
+BACKENDS = {
+    "megatron": (),
+    "fsdp": ("policy.backend=fsdp", "policy.megatron_cfg={}", "policy.fsdp_cfg.data_parallel_size=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_both_backends_take_the_same_steps_and_continue_each_others_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
+    words = (*SMALL, "grpo.max_num_steps=10", "checkpointing.save_period=100", f"output_dir={tmp_path}")
+    first = (*words, "sft.max_num_steps=40", "checkpointing.export_hf=true")
+
+    def steps(run: str, *more: str) -> list[dict[str, Any]]:
+        train(load_config(ROOT / GRPO, (*more, f"name={run}")))
+        return [row for row in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in row]
+
+    ours, theirs = (steps(backend, *first, *keys) for backend, keys in BACKENDS.items())
+    assert len(ours) == 50 and ours[-1]["stage"] == "grpo"
+    for name, bound in (("loss", 1e-4), ("grad_norm", 1e-3), ("reward/mean", 0.0)):
+        found, expected = ([row.get(name, 0.0) for row in rows] for rows in (theirs, ours))
+        np.testing.assert_allclose(found, expected, rtol=bound, atol=1e-5, err_msg=name)
+    last = (*words, "sft.max_num_steps=0", "grpo.max_num_steps=2", "policy.random_init=null")
+    models = {backend: f"policy.model_name={tmp_path / backend / 'final_model'}" for backend in BACKENDS}
+    for of, by in (("megatron", "fsdp"), ("fsdp", "megatron")):
+        continued, own = (steps(f"{of}-{name}", *last, models[of], *BACKENDS[name]) for name in (by, of))
+        np.testing.assert_allclose([row["loss"] for row in continued], [row["loss"] for row in own], atol=1e-5)
+        assert all(row["gen_kl_error"] < 1e-6 for row in continued)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_gemma3_trains_colocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
