@@ -17,17 +17,16 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress as Bars, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -38,40 +37,32 @@ logger = logging.getLogger(__name__)
 
 LOGGERS = ("dagrl", "graphs", "workers")
 SHOWN = {REWARD_MEAN: "reward", ACCURACY: "accuracy", "loss": "loss", KL: "kl"}
-LIVE_STYLES = ("dim", "cyan", "", "dim")
 LEAST_REST = 0.05  # of a step: less outside of its phases is not shown
 SUMMARY_WIDTH = 100  # of the closing tables in a log file
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A stage without steps, such as starting the workers."""
+@dataclass
+class Stage:
+    """What the run does now. Without `total` steps it is set-up, and its time goes to `row` of the summary.
+
+    `words` are those of the last step: the time left, results, and phases.
+    """
 
     name: str
-    started: float
-    row: str
+    total: int | None = None
+    row: str = ""
+    first: int = 0
+    step: int = 0
+    validation: dict[str, float] = field(default_factory=dict)
+    words: Sequence[str] = ("", "", "")
+    started: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True)
-class Training:
-    """A stage with steps. `validation` keeps the last validation metrics, as most steps have none."""
+class _Line(ProgressColumn):
+    """The task's description, cut to the width that is left."""
 
-    name: str
-    started: float
-    reported: float
-    first: int
-    step: int
-    total: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    validation: Mapping[str, float] = field(default_factory=dict)
-
-    def seconds_left(self, now: float) -> float | None:
-        """Estimates the time left from the mean step so far, counting down within a step; None before the second report."""
-        done = self.step - self.first
-        if done <= 0:
-            return None
-        at_report = (self.total - self.step) * (self.reported - self.started) / done
-        return max(at_report - (now - self.reported), 0.0)
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 class Progress:
@@ -79,25 +70,24 @@ class Progress:
 
     def __init__(self, config: LoggerConfig, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._level = config.log_level
-        self._live: Live | None = None
+        self._terminal, self._level = self._console.is_terminal, config.log_level
+        columns = SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), _Line()
+        self._bars = Bars(*columns, console=self._console, transient=True, disable=not self._terminal)
+        self._bar = self._bars.add_task("", total=None, visible=False)
         self._handler: logging.Handler = logging.NullHandler()
         self._levels: dict[str, int] = {}
-        self._current: Setup | Training | None = None
-        self._status = ""
+        self._current: Stage | None = None
         self._rows: dict[str, float] = {}  # seconds of stages without steps
         self._opened = time.monotonic()
 
     def __enter__(self) -> Progress:
         self._attach_logging()
-        if self._console.is_terminal:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=8, transient=True)
-            self._live.start(refresh=True)  # else a record at the time of the first refresh goes on the live line
+        self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._finish(failed=error is not None)
-        self._stop_live()
+        self._bars.stop()
         for name, level in self._levels.items():
             logging.getLogger(name).propagate = True
             logging.getLogger(name).removeHandler(self._handler)
@@ -105,38 +95,39 @@ class Progress:
 
     def stage(self, name: str, row: str = "start-up") -> None:
         """Begins a stage without steps and finishes the previous one. Its time is added to `row` of the summary."""
-        self._finish()
-        self._current = Setup(name, time.monotonic(), row)
-        if not self._live:
+        self._begin(Stage(name, row=row))
+        if not self._terminal:
             logger.info("%s ...", name)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], stage: str = "train") -> None:
         """Reports that `step` of `total` is done. `step` 0 opens the bar. Names are those of `dagrl.telemetry.metrics`."""
-        before, now = self._current, time.monotonic()
-        if not isinstance(before, Training) or before.name != stage:
-            self._finish()
+        current = self._current
+        if current is None or current.total is None or current.name != stage:
             # Without a report of step 0 the first step's time is unknown and not part of the estimate.
-            before = Training(stage, now, now, step, step, total)
-        validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
-        self._current = Training(
-            stage, before.started, now, before.first, step, total, dict(metrics), {**before.validation, **validation}
-        )
-        self._status = ""
-        if not self._live and step:
-            shown = (_headline(self._current), _phases(metrics), _end(self._current.seconds_left(now)))
-            logger.info("%s step %d/%d  %s", stage, step, total, "  ".join(filter(None, shown)))
+            current = self._begin(Stage(stage, total, first=step))
+        current.step = step
+        current.validation |= {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
+        left = seconds_left(time.monotonic() - current.started, step - current.first, total - step)
+        current.words = _end(left), _headline(metrics, current.validation), _phases(metrics)
+        self._bars.update(self._bar, completed=step)
+        self.status("")
+        if not self._terminal and step:
+            logger.info("%s step %d/%d  %s", stage, step, total, _joined(*current.words[1:], current.words[0]))
 
     def status(self, text: str) -> None:
         """Shows work between two steps, such as a validation or a save, if the output is a terminal."""
-        self._status = text
+        if current := self._current:
+            steps = f"{current.step}/{current.total}" if current.total else ""
+            left, *results = current.words
+            self._bars.update(self._bar, description=_joined(f"{_title(current)} {steps}", left, text, *results))
 
     def summary(self, phase_seconds: Mapping[str, float], paths: Mapping[str, Path]) -> None:
         """Shows where the time went and what was written. Call once, at the end."""
         self._finish()
-        self._stop_live()
+        self._bars.stop()
         seconds = {**phase_seconds, **self._rows}
         tables = (_time_table(seconds, time.monotonic() - self._opened), _path_table(paths))
-        if self._console.is_terminal:
+        if self._terminal:
             self._console.print(*tables, sep="\n")
             return
         text = io.StringIO()
@@ -144,50 +135,31 @@ class Progress:
         for line in text.getvalue().rstrip().splitlines():
             logger.info("%s", line.rstrip())
 
+    def _begin(self, stage: Stage) -> Stage:
+        self._finish()
+        self._current = stage
+        self._bars.reset(self._bar, total=stage.total, description=_title(stage), visible=True)
+        return stage
+
     def _finish(self, failed: bool = False) -> None:
         """Replaces the current stage by a permanent line."""
-        current, self._current, self._status = self._current, None, ""
+        current, self._current = self._current, None
         if current is None:
             return
+        self._bars.update(self._bar, visible=False)
         spent = time.monotonic() - current.started
-        if isinstance(current, Setup):
+        if current.total is None:
             self._rows[current.row] = self._rows.get(current.row, 0.0) + spent
-        line = f"{_title(current)}  {_seconds(spent)}"
-        if isinstance(current, Training):
-            line += f"  {current.step}/{current.total} steps  {_headline(current)}"
+        steps = f"{current.step}/{current.total} steps" if current.total else ""
+        line = _joined(_title(current), _seconds(spent), steps, current.words[1])
         mark = "[red]✗[/red]" if failed else "[green]✓[/green]"
-        if self._live:
+        if self._terminal:
             self._console.print(f"{mark} {line}", highlight=False)
         else:
             logger.info("%s: %s", "stopped" if failed else "done", line)
 
-    def _render(self) -> RenderableType:
-        """Renders the live line in the refresh thread. The state that it shows is replaced, never modified."""
-        current = self._current
-        now = time.monotonic()
-        if current is None:
-            return Text("")
-        if isinstance(current, Setup):
-            return Spinner("dots", Text(f"{current.name}  {_seconds(now - current.started)}"), style="cyan")
-        count = f"{current.step}/{current.total}"
-        details = Column(no_wrap=True, overflow="ellipsis")
-        bar = Table.grid(Column(), Column(), Column(min_width=len(count)), details, padding=(0, 1))
-        parts = (_end(current.seconds_left(now)), self._status, _headline(current), _phases(current.metrics))
-        bar.add_row(
-            Text(_title(current), style="bold"),
-            ProgressBar(current.total, current.step, width=20),
-            count,
-            Text("  ").join(Text(part, style) for part, style in zip(parts, LIVE_STYLES, strict=True) if part),
-        )
-        return bar
-
-    def _stop_live(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
-
     def _attach_logging(self) -> None:
-        if self._console.is_terminal:
+        if self._terminal:
             self._handler = RichHandler(console=self._console, show_path=False, log_time_format="%H:%M:%S")
         else:
             self._handler = logging.StreamHandler(self._console.file)
@@ -199,31 +171,37 @@ class Progress:
             logging.getLogger(name).propagate = False  # else a handler of the root logger repeats everything
 
 
-def _title(stage: Setup | Training) -> str:
-    return stage.name.upper() if isinstance(stage, Training) else stage.name
+def seconds_left(spent: float, done: int, left: int) -> float | None:
+    """Estimates the time that `left` steps take from the mean of those `done`; None before the first."""
+    return left * spent / done if done > 0 else None
 
 
-def _headline(training: Training) -> str:
+def _joined(*words: str) -> str:
+    return "  ".join(filter(None, words))
+
+
+def _title(stage: Stage) -> str:
+    return stage.name if stage.total is None else stage.name.upper()
+
+
+def _headline(metrics: Mapping[str, float], validation: Mapping[str, float]) -> str:
     """Formats reward, loss, KL, speed and the last validation as one line."""
-    metrics = training.metrics
     parts = [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
     if TOKENS_PER_SEC in metrics:
         parts.append(f"{metrics[TOKENS_PER_SEC]:,.0f} tokens/s")
-    held_out = [(name.removeprefix(VALIDATION), value) for name, value in training.validation.items()]
+    held_out = [(name.removeprefix(VALIDATION), value) for name, value in validation.items()]
     parts += [f"held-out {name} {value:.4g}" for name, value in held_out if name in SHOWN.values()]
-    return "  ".join(parts)
+    return _joined(*parts)
 
 
 def _phases(metrics: Mapping[str, float]) -> str:
     """Formats the time per phase of a step, the costliest first, and the rest of the step if no phases overlap."""
+    total = metrics.get(TIMING + "total", 0.0)
     phases = [item for item in metrics.items() if item[0].startswith(TIMING) and item[0] not in SPANS]
-    rest, total = (
-        metrics.get(TIMING + "total", 0.0) - sum(seconds for _, seconds in phases),
-        metrics.get(TIMING + "total", 0.0),
-    )
+    rest = total - sum(seconds for _, seconds in phases)
     phases += [("other", rest)] if rest > LEAST_REST * total else []
     ordered = sorted(phases, key=lambda item: -item[1])
-    return "  ".join(f"{name.removeprefix(TIMING)} {value:.2f} s" for name, value in ordered)
+    return _joined(*(f"{name.removeprefix(TIMING)} {value:.2f} s" for name, value in ordered))
 
 
 def _end(left: float | None) -> str:
