@@ -59,7 +59,7 @@ def has_ropes(base: nn.Module) -> bool:
     return hasattr(base, "get_rope_index")
 
 
-def row_positions(base: nn.Module, positions: Tensor) -> Tensor:
+def text_positions(base: nn.Module, positions: Tensor) -> Tensor:
     """Returns positions [b, s] as a model takes them that has others for images: next to those of its own, [4, b, s].
 
     Sequences of a row are told apart by the first ones, those of text.
@@ -101,7 +101,7 @@ class MediaInputs:
         """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""
         types = (media != 0).int()
         arguments: dict[str, Any] = {name: types for name in TYPES if name in self._known}
-        arguments["position_ids"] = row_positions(self._base, positions)
+        arguments["position_ids"] = text_positions(self._base, positions)
         firsts, sequences = media < 0, (positions == 0).flatten().cumsum(0).view(positions.shape)
         shown = zip(sequences[firsts].tolist(), (-media[firsts]).tolist(), strict=True)
         groups = [[medium for _, medium in own] for _, own in groupby(shown, key=itemgetter(0))]

@@ -46,7 +46,7 @@ from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.fsdp.experts import use_permutations
 from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
-from dagrl.workers.fsdp.media import MediaInputs
+from dagrl.workers.fsdp.media import MediaInputs, text_positions
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.fsdp.versions import apply_expert_parallelism, parallel_plans, plan_key
 from dagrl.workers.train import cudnn_attention
@@ -95,7 +95,9 @@ class HiddenStates(nn.Module):
         """
         if self.copies is not None:
             self.copies.gather()
-        arguments = attention_arguments(self.net.config, segments, row_positions) | {"position_ids": positions}
+        base = base_of(self.net)
+        arguments = attention_arguments(self.net.config, segments, row_positions)
+        arguments["position_ids"] = text_positions(base, positions)
         nothing = None
         ids: AbstractContextManager[Tensor] = nullcontext(tokens)
         if self.media is not None and media is not None:
@@ -105,7 +107,7 @@ class HiddenStates(nn.Module):
         split = self.context is not None and row_positions is not None
         with self.context.whole_rows(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
             with ids as input_ids:
-                output = base_of(self.net)(input_ids=input_ids, use_cache=False, **arguments)
+                output = base(input_ids=input_ids, use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden if nothing is None else hidden + nothing.to(hidden.dtype)
 

@@ -17,7 +17,7 @@ from transformers.utils.generic import ContextManagers
 from dagrl.errors import ConfigError
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.context import given_arguments, mask_makers, replaced
-from dagrl.workers.fsdp.media import row_positions, takes_types
+from dagrl.workers.fsdp.media import takes_types, text_positions
 from dagrl.workers.fsdp.model import HiddenStates, reshard
 from dagrl.workers.fsdp.output import base_of
 from dagrl.workers.train.microbatches import Segments
@@ -58,10 +58,9 @@ def unseparated(kind: type[Any], config: Any, attention: str | None, *, images: 
 
     tokens = _positions().to("meta")
     arguments = {"cu_seq_lens_q": tokens} if implementation == TORCH_VARLEN else {}
-    positions = row_positions(base, tokens) if images else tokens
     with replaced(mask_makers(net), recording), _attention(handed):
         try:
-            base(input_ids=tokens, position_ids=positions, use_cache=False, **arguments)
+            base(input_ids=tokens, position_ids=text_positions(base, tokens), use_cache=False, **arguments)
         except Exception:  # noqa: S110  # masks are made first, and some layers do not run without weights
             pass
     if "flash" not in implementation and implementation != TORCH_VARLEN:

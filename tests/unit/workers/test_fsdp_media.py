@@ -419,3 +419,18 @@ def test_rows_with_other_images_share_no_prefix(folder: Path) -> None:  # noqa: 
     assert (batch["tokens"][1] == batch["tokens"][2]).all()
     groups = prefix_groups(batch, 0.0)
     assert [group.rows for group in groups if group.saved] == [(0, 1)]
+
+
+def test_texts_alone_are_packed_by_a_model_with_positions_in_several_dimensions() -> None:
+    """Qwen2.5-VL makes masks from positions of text, which it has only next to the others."""
+    from dagrl.bench.image_models import make_image_model
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.separation import check_separation, unseparated
+
+    model, _ = make_image_model("Qwen2_5_VLForConditionalGeneration", seed=0)
+    model.eval().set_attn_implementation("sdpa")
+    check_separation(HiddenStates(model), torch.device("cpu"))
+    assert not unseparated(type(model), model.config, "sdpa", images=False)
+    tokens = torch.randint(8, 50, (2, 11))
+    found = HiddenStates(model)(tokens, torch.arange(11).expand(2, -1))
+    torch.testing.assert_close(found, model.model(input_ids=tokens, use_cache=False).last_hidden_state)
