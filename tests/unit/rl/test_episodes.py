@@ -54,17 +54,6 @@ def test_tokens_that_may_begin_a_stop_string_are_found(text: list[str], stops: l
     assert stop_prefix(tokens, stops, decode) == again
 
 
-def test_take_back_removes_tokens_from_every_column() -> None:
-    episode = Episode(
-        Prompt("p", np.array([7]), "", ""), 0, 8, [1, 2, 3], [-0.1, -0.2, -0.3], [4, 4, 5], [False, True, True]
-    )
-    episode.take_back(0)
-    assert len(episode.tokens) == 3
-    episode.take_back(2)
-    columns = [column.tolist() for column in (episode.tokens, episode.logprobs, episode.versions, episode.sampled)]
-    assert columns == [[1], [np.float32(-0.1)], [4], [False]]
-
-
 def test_all_columns_follow_every_change() -> None:
     made = [
         FinishedRequest(0, [5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], "stop"),
@@ -76,10 +65,11 @@ def test_all_columns_follow_every_change() -> None:
     changes = (
         lambda: episode.append(first),
         lambda: episode.take_back(1),
+        lambda: episode.take_back(0),
         lambda: episode.answer([9, 9], np.array([-3, 3])),
         lambda: episode.append(second),
     )
-    for change, length in zip(changes, (3, 2, 4, 5), strict=True):
+    for change, length in zip(changes, (3, 2, 2, 4, 5), strict=True):
         change()
         sampled = [True, True, False, False, True]
         whole = [5, 6, 9, 9, 8], [-0.1, -0.2, 0.0, 0.0, -1.5], [1, 1, 1, 1, 2], sampled, [0, 0, -3, 3, 0]
