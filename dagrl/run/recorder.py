@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dagrl.rl.rollout.scoring import Untrained
-from dagrl.run.learning_watch import LearningWatch
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.progress import Progress
@@ -31,13 +30,11 @@ class Recorder:
     groups: Sequence[WorkerGroup]
     at_end: ExitStack
     rollouts: RolloutLog | None = None
-    watch: LearningWatch = field(default_factory=LearningWatch)
 
     def step(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
         """Records finished step `step` of the run, which is step `position` of `total` in its stage."""
         self.record.log(step, stage, metrics)
         self.progress.step(position, total, metrics, stage=stage)
-        self.watch.step(metrics)
         if step % TRACE_PERIOD == 0:
             self.write_trace()
 

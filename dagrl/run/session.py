@@ -15,13 +15,13 @@ from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
 from dagrl.run.engines import EngineReplacement
-from dagrl.run.learning_watch import UpdateCount
 from dagrl.run.model import save_tokenizer
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
 from dagrl.run.resume import REFERENCE
 from dagrl.run.stop import StopSignal
+from dagrl.run.update_count import UpdateCount
 from dagrl.runtime.worker_group import WorkerGroup
 
 

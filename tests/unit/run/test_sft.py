@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +16,12 @@ from dagrl.data import Sampler, open_sampler
 from dagrl.data.tokenization import Demonstration, Prompt
 from dagrl.errors import CheckpointError, RunError, StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
-from dagrl.run.learning_watch import PATIENCE, LearningWatch, UpdateCount
 from dagrl.run.loops.sft import evaluate, learning_rate, train_sft
 from dagrl.run.plans import train_buckets
 from dagrl.run.preflight import Inputs, limit_steps
 from dagrl.run.stop import StopSignal
+from dagrl.run.update_count import UpdateCount
 from dagrl.runtime.shapes import Bucket
-from dagrl.telemetry.metrics import ENTROPY, EQUAL_GROUPS, KL
 
 
 def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
@@ -119,39 +116,6 @@ def test_the_steps_of_an_epoch_draw_every_example() -> None:
     drawn = sampler.take(8 * config.sft.max_num_steps)
     assert min(drawn.count(example) for example in range(27)) == 2
     assert config.grpo.max_num_steps == 100  # without prompts nothing limits it
-
-
-GOOD = {EQUAL_GROUPS: 0.4, ENTROPY: 1.0, KL: 0.01}
-
-
-def warnings(steps: Sequence[dict[str, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
-    watch = LearningWatch()
-    with caplog.at_level(logging.WARNING, "dagrl"):
-        for metrics in steps:
-            watch.step(metrics)
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
-        ({EQUAL_GROUPS: 1.0}, ["equal for 5 steps", "reward.function", "grpo.num_generations_per_prompt"]),
-        ({ENTROPY: 0.01}, ["fell from 1 to 0.01", "loss_fn.ratio_clip_max"]),
-        ({ENTROPY: 3.5}, ["grew from 1 to 3.5", "optimizer.lr"]),
-        ({KL: 2.5}, ["2.5 nats", "loss_fn.reference_policy_kl_penalty"]),
-    ],
-)
-def test_a_lasting_problem_is_warned_about_once(
-    bad: dict[str, float], says: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    (message,) = warnings([GOOD] + [GOOD | bad] * (3 * PATIENCE), caplog)
-    assert all(words in message for words in says)
-
-
-def test_a_short_problem_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    bad = {EQUAL_GROUPS: 1.0, ENTROPY: 0.001, KL: 9.0}
-    assert warnings(([GOOD] + [bad] * (PATIENCE - 1)) * 4, caplog) == []
-    assert warnings([{"loss": 1.0}] * 3 * PATIENCE, caplog) == [], "what a step does not measure"
 
 
 @pytest.mark.parametrize(
