@@ -10,8 +10,7 @@ The format is the JSON array of Chrome's Trace Event Format (Google, "Trace Even
 Timestamps have the clock and origin of `torch.profiler` (`baseTimeNanoseconds` in its export), so events of both fit on
 one time axis.
 
-The closing bracket is written last; viewers do not need it, so a crash loses only the last events. Memory holds only these
-and the labels.
+The closing bracket is written last; viewers do not need it, so a crash loses nothing that was written.
 """
 
 from __future__ import annotations
@@ -59,99 +58,79 @@ class TraceEvent:
 class TraceWriter:
     """Writes a trace file during the run. Thread-safe.
 
-    An existing file, from before a resume, is renamed (`trace.1.json`). Events are flushed after `buffered_events` events or
-    `flush_s` seconds. Recording stops after `max_events`, because viewers cannot open larger files, or if the file cannot be
-    written (a full disk): a broken trace does not end the run.
+    An existing file, from before a resume, is renamed (`trace.1.json`). Recording stops after `max_events`, because viewers
+    cannot open larger files, or if the file cannot be written (a full disk): a broken trace does not end the run.
     """
 
-    def __init__(self, path: Path, *, buffered_events: int = 512, flush_s: float = 2.0, max_events: int = 1_000_000) -> None:
+    def __init__(self, path: Path, *, max_events: int = 1_000_000) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         move_aside(path)
-        self.path = path
-        self._file = path.open("wb", buffering=0)  # so that a flush is one write
+        self.path, self._left = path, max_events
+        self._file = path.open("wb", buffering=0)  # so that each call is one write
         with naming(path):
             self._file.write(b"[")
         self._origin_ns = time.time_ns() // _ORIGIN_PERIOD_NS * _ORIGIN_PERIOD_NS
-        self._rows: dict[tuple[str, str | None], int] = {}
-        self._lines: list[str] = []
+        self._rows: dict[tuple[str, ...], int] = {}
         self._lock = threading.Lock()
-        self._buffered_events, self._flush_s, self._max_events = buffered_events, flush_s, max_events
-        self._recorded = 0
         self._separator = "\n"
-        self._flushed_at = time.monotonic()
 
     def __enter__(self) -> TraceWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            self._flush()
             with suppress(OSError):  # viewers do not need the bracket
                 self._file.write(b"\n]\n")
             self._file.close()
 
     def declare(self, processes: Iterable[str]) -> None:
         """Opens a row for each process, in this order, before its first event."""
+        lines: list[dict[str, Json]] = []
         with self._lock:
             for process in processes:
-                self._process(process)
+                self._row(lines, process)
+            self._append(lines)
 
     def write(self, events: Iterable[TraceEvent]) -> None:
         """Records events, in any order of time."""
+        lines: list[dict[str, Json]] = []
         with self._lock:
+            if self._left <= 0:
+                return
             for event in events:
-                if self._recorded == self._max_events:
-                    logger.warning("the trace %s has %d events; later ones are not recorded", self.path, self._max_events)
-                elif self._recorded < self._max_events:
-                    self._line(
-                        {
-                            "name": event.name,
-                            "cat": event.category,
-                            "ph": "X",
-                            "ts": (event.start_ns - self._origin_ns) / 1000,
-                            "dur": event.duration_ns / 1000,
-                            "pid": self._process(event.process),
-                            "tid": self._thread(event.process, event.thread),
-                            "args": dict(event.args),
-                        }
-                    )
-                self._recorded += 1
-            if len(self._lines) >= self._buffered_events or time.monotonic() - self._flushed_at > self._flush_s:
-                self._flush()
+                where = {"pid": self._row(lines, event.process), "tid": self._row(lines, event.process, event.thread)}
+                start, duration = (event.start_ns - self._origin_ns) / 1000, event.duration_ns / 1000
+                times: dict[str, Json] = {"ph": "X", "ts": start, "dur": duration, **where, "args": dict(event.args)}
+                lines.append({"name": event.name, "cat": event.category, **times})
+                self._left -= 1
+            if self._left <= 0:
+                logger.warning("the trace %s is full; later events are not recorded", self.path)
+            self._append(lines)
 
-    def _process(self, process: str) -> int:
-        """Returns the process's number. Its first use names and orders its row."""
-        if (number := self._rows.get((process, None))) is None:
-            number = self._rows[process, None] = len(self._rows) + 1
-            self._metadata("process_name", number, 0, {"name": process})
-            self._metadata("process_sort_index", number, 0, {"sort_index": number})
-        return number
+    def _row(self, lines: list[dict[str, Json]], process: str, *thread: str) -> int:
+        """Returns the number of a process or of its thread. The first use adds lines that name and order its row."""
+        if (row := (process, *thread)) not in self._rows:
+            number = self._rows[row] = len(self._rows) + 1
+            if thread:
+                names: dict[str, dict[str, Json]] = {"thread_name": {"name": thread[0]}}
+            else:
+                names = {"process_name": {"name": process}, "process_sort_index": {"sort_index": number}}
+            where = {"pid": self._rows[process,], "tid": number if thread else 0}
+            lines += [{"name": name, "ph": "M", **where, "args": args} for name, args in names.items()]
+        return self._rows[row]
 
-    def _thread(self, process: str, thread: str) -> int:
-        if (number := self._rows.get((process, thread))) is None:
-            number = self._rows[process, thread] = len(self._rows) + 1
-            self._metadata("thread_name", self._process(process), number, {"name": thread})
-        return number
-
-    def _metadata(self, name: str, process: int, thread: int, args: dict[str, Json]) -> None:
-        self._line({"name": name, "ph": "M", "pid": process, "tid": thread, "args": args})
-
-    def _line(self, content: dict[str, Json]) -> None:
-        self._lines.append(json.dumps(content, separators=(",", ":")))
-
-    def _flush(self) -> None:
-        """Appends the new events in one write. If that fails, removes what was written of them and stops recording."""
-        self._flushed_at = time.monotonic()
-        if not self._lines:
+    def _append(self, lines: Iterable[Mapping[str, Json]]) -> None:
+        """Appends lines in one write. If that fails, removes what was written of them and stops recording."""
+        content, end = ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines), self._file.tell()
+        if not content:
             return
-        content, end = (self._separator + ",\n".join(self._lines)).encode(), self._file.tell()
-        self._lines.clear()
+        encoded = (self._separator + content).encode()
         try:
-            if self._file.write(content) != len(content):
+            if self._file.write(encoded) != len(encoded):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._separator = ",\n"
         except OSError as error:
-            self._max_events = -1
+            self._left = 0
             logger.warning("cannot write the trace %s: %s; later events are not recorded", self.path, error)
             with suppress(OSError):
                 self._file.truncate(end)
