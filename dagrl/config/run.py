@@ -186,7 +186,7 @@ class TimeoutConfig(Section):
 
     @property
     def checkpoint(self) -> Deadline:
-        """Twice `checkpoint_s`, and its key: the workers' own deadline comes first, and their error says what is late."""
+        """Twice `checkpoint_s`, and its key: workers that wait for others' files give up first, and say so."""
         return Deadline(self.checkpoint_s, "timeouts.checkpoint_s").times(2)
 
 
