@@ -11,7 +11,7 @@ from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, model_section, section_key
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
-from dagrl.imports import load_attribute
+from dagrl.imports import load_attribute, load_class
 from dagrl.rl.algorithm import Algorithm
 from dagrl.rl.preferences import gives_scores
 
@@ -43,9 +43,13 @@ def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str,
         section = role if chosen is config.policy else section_key(role)
         worker, backend = f"{section}.worker", f"{section}.backend"
         if config.is_set(worker):
-            if chosen.backend != "auto" and chosen.worker not in WORKERS[chosen.backend].values():
+            named = next((name for name, classes in WORKERS.items() if chosen.worker in classes.values()), None)
+            if chosen.backend == "auto" and named is not None:
+                yield backend, named, f"{worker} is its class"
+            elif chosen.backend not in ("auto", named) and not _inherits(chosen.worker, chosen.backend, worker):
                 raise ConfigError(
-                    f"{backend} and {worker} are both set; {backend} chooses one of dagrl's own workers. Leave one out"
+                    f"{backend} and {worker} are both set; {backend} chooses one of dagrl's own workers. Leave one out, or "
+                    "name a class that inherits from the backend's"
                 )
             continue
         name: str = chosen.backend
@@ -53,6 +57,11 @@ def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str,
             name, reason = _backend_for(config, section, chosen.model_name)
             yield backend, name, reason
         yield worker, WORKERS[name][kind], f"{backend} is {name}"
+
+
+def _inherits(path: str, backend: str, key: str) -> bool:
+    own, classes = load_class(path, key), WORKERS[backend].values()
+    return any(issubclass(own, load_class(one, key)) for one in classes)
 
 
 def _backend_for(config: Config, section: str, model: str | None) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from dagrl.config import Config, Json, MegatronConfig, OptimizerConfig, PolicyConfig
+from dagrl.config import Config, FsdpLayoutConfig, Json, MegatronConfig, OptimizerConfig, PolicyConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
 from dagrl.machine import gpu_count
@@ -35,6 +35,10 @@ def check_settings(config: Config) -> None:
         raise MissingDependencyError(
             f"FSDP workers need transformers {TRANSFORMERS} or newer; found {found}; upgrade it, or set "
             "policy.backend=megatron for a model type that Megatron trains"
+        )
+    if config.policy.backend != "fsdp":  # which says where the layout is
+        raise ConfigError(
+            f"the worker's class inherits from FSDP workers, but policy.backend is {config.policy.backend}; set it to fsdp"
         )
     own, default = config.policy.megatron_cfg, MegatronConfig()
     if unread := [name for name in MegatronConfig.model_fields if getattr(own, name) != getattr(default, name)]:
@@ -143,7 +147,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     if policy.peft.enabled and policy.peft.target_parameters:
         _check_expert_adapters(policy, layout)
     if policy.model_name is not None:
-        with dry_model(policy, hf_config, ParallelLayout(), 0) as root:
+        single = policy.fsdp_cfg.model_copy(update=dict.fromkeys(FsdpLayoutConfig.model_fields, 1))
+        with dry_model(policy.model_copy(update={"fsdp_cfg": single}), hf_config, ParallelLayout(), 0) as root:
             check_shared(policy.model_name, whole_shapes(root.net))
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:

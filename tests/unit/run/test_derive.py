@@ -33,6 +33,7 @@ from dagrl.run.derive import (
     derive_stops,
 )
 from dagrl.run.model import character_tokenizer
+from dagrl.workers.fsdp import FsdpWorker
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
@@ -412,5 +413,19 @@ def test_each_role_has_the_backend_of_its_model(machine: Any, tmp_path: Path) ->
 def test_a_worker_and_a_backend_exclude_each_other(machine: Any) -> None:
     machine(0)
     with pytest.raises(ConfigError, match=r"policy\.backend and policy\.worker are both set"):
-        derive_from_machine(minimal(policy={"backend": "fsdp", "worker": "a:B"}))
+        derive_from_machine(minimal(policy={"backend": "fsdp", "worker": "dagrl.examples.hf_worker:HfWorker"}))
     assert derive_from_machine(minimal(policy={"worker": "a:B"})).config.policy.worker == "a:B"
+
+
+class Inheriting(FsdpWorker):
+    """A user's own."""
+
+
+def test_a_class_of_a_backend_has_its_layout(machine: Any) -> None:
+    machine(0)
+    own = derive_from_machine(minimal(policy={"backend": "fsdp", "worker": f"{__name__}:Inheriting"})).config
+    named = derive_from_machine(minimal(policy={"worker": "dagrl.workers.fsdp:FsdpWorker"})).config
+    assert own.policy.backend == named.policy.backend == "fsdp"
+    alone = derive_from_machine(minimal(policy={"worker": f"{__name__}:Inheriting"})).config
+    with pytest.raises(ConfigError, match=r"inherits from FSDP workers, but policy\.backend is auto; set it to fsdp"):
+        Inheriting.check(alone, {"model_type": "gemma3_text"})

@@ -207,6 +207,13 @@ def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> 
         FsdpWorker.check(config, QWEN3)
 
 
+@pytest.mark.parametrize("layout", [{"data_parallel_size": 4, "data_parallel_replicas": 2}, {"tensor_parallel_size": 2}])
+def test_a_checkpoint_is_checked_in_every_layout(layout: dict[str, int], tmp_path: Path) -> None:
+    tiny("qwen3").save_pretrained(tmp_path)
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    FsdpWorker.check(config_of({"model_name": str(tmp_path), "fsdp_cfg": layout}), hf_config)
+
+
 @pytest.mark.parametrize("size", ["data_parallel_size", "context_parallel_size"])
 def test_a_rank_is_described_without_the_others(size: str) -> None:
     """Both shards of a tied model with an odd number of rows cover each parameter once."""
