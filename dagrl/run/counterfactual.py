@@ -93,9 +93,9 @@ def replay_step(directory: Path, step: int, overrides: Sequence[str]) -> list[Mi
             f"--step {step}: training goes from step {first}, but {directory}/rollouts has no samples of step {missing[0]}; "
             "choose a step behind a later checkpoint"
         )
+    if any(row["media"] for at in range(first, step + 1) for row in read_rollouts(files[at], ["media"])):
+        raise ConfigError(f"{directory} learns from images, which rollouts/ does not have; its steps cannot be replayed")
     with tempfile.TemporaryDirectory() as scratch, open_session(_replayed(config, scratch, start)) as session:
-        if session.config.data.images.enabled:
-            raise ConfigError(f"{directory} learns from images, which rollouts/ does not have; its steps cannot be replayed")
         if session.step < config.sft.max_num_steps:
             train_sft(session)
         with open_trainer(session) as trainer:

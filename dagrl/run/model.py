@@ -273,7 +273,10 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     `tokens` is the tokenizer's `token_count`. Raises ConfigError if the embedding of a checkpoint has fewer rows.
     """
     if policy.random_init is not None:
-        return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, tokens)}
+        vocabulary: dict[str, Json] = {"vocab_size": _vocabulary(policy.random_init, tokens)}
+        text = policy.random_init.hf_config.get("text_config")
+        part = {"text_config": {**text, **vocabulary}} if isinstance(text, dict) else {}
+        return {**policy.random_init.hf_config, **vocabulary, **part}
     description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
     rows = language_keys(description).get("vocab_size")
     if isinstance(rows, int) and rows < tokens:

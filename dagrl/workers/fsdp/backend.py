@@ -62,7 +62,7 @@ class FsdpBackend:
         keys = dict(hf_config)
         if not has_own_code(hf_config):
             keys = model_keys(find_config(PolicyConfig(), hf_config, scalar=SCALAR_HEAD in hf_config).to_dict())
-        return {key: value for key, value in keys.items() if key not in ("bos_token_id", "eos_token_id")}
+        return _without_ends(keys)
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
@@ -229,3 +229,12 @@ class FsdpBackend:
             whole = {name: [part.cpu() for part in one.whole()] for name, one in self._adapters.held.items()}
             write = partial(write_adapters, Path(directory) / "adapter", str(spec.source), self._policy.peft, whole)
             run_on_all_ranks(group, lambda: write() if spec.context.rank == 0 else None)
+
+
+def _without_ends(keys: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns what affects the computation, of the parts of a model with images as well."""
+    return {
+        key: _without_ends(value) if isinstance(value, dict) else value
+        for key, value in model_keys(keys).items()
+        if key not in ("bos_token_id", "eos_token_id")
+    }

@@ -5,6 +5,7 @@ Truths: `processor.apply_chat_template` of each conversation with its images, al
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
@@ -19,17 +20,21 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.config import Config, PolicyConfig
+from dagrl.config.file import load_config
 from dagrl.data.media import MediaCache, MediaProcessor
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
+from dagrl.run.model import load_tokenizer, model_description, token_count, write_random_model
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
+from dagrl.workers.fsdp.backend import FsdpBackend
 from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule, plan_rows, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, folder, read, truth, turns_of  # noqa: F401
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_images.yaml"
 ORDER = ["none", "several", "one", "the same twice"]
 TEXT = {
     "num_hidden_layers": 2,
@@ -345,6 +350,19 @@ def test_a_cache_prepares_images_once_and_within_its_bytes() -> None:
     assert sorted(made) == [2, 5, 7] and cache(7) == "x" * 7 and cache(5) == "x" * 5 and len(made) == 3
     cache.prepare([31, 8])
     assert made[-1] == 31, "half of the bytes are made, and the rest when it is asked for"
+
+
+def test_a_run_that_resumes_has_the_model_that_it_wrote(tmp_path: Path) -> None:
+    """Of a model from a seed the checkpoint names the written `config.json`, and a run that resumes has its own keys."""
+    policy = load_config(EXAMPLE).policy
+    assert policy.random_init is not None
+    tokenizer = load_tokenizer(policy)
+    write_random_model(policy.random_init, tokenizer, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    mine = model_description(policy, token_count(tokenizer))
+    assert FsdpBackend.computed(written) == FsdpBackend.computed(mine)
+    other = json.loads(json.dumps(mine).replace('"num_heads": 4', '"num_heads": 2'))
+    assert FsdpBackend.computed(written) != FsdpBackend.computed(other)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
