@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.workers.vllm.burst_graphs import RELEASES
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import requests
@@ -43,6 +46,7 @@ class Engine:
     group: WorkerGroup
     scheduler: Scheduler
     checkpoints: list[Path]
+    replays: bool = False  # whether this vLLM's decode steps have graphs (`dagrl.workers.vllm.burst_graphs`)
 
     def quantum(self, batch: Batch) -> Generated:
         result: Generated
@@ -72,6 +76,7 @@ def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyte
     root = tmp_path_factory.mktemp("models")
     checkpoints = [make_gpu_checkpoint(root / str(seed), seed, **SHAPES[shape]) for seed in range(2)]
     with started(checkpoints, gpu_config(checkpoints[0], eager)) as engine:
+        engine.replays = not eager and version("vllm").startswith(RELEASES)
         yield engine
 
 
@@ -190,6 +195,23 @@ def test_seeds_and_aborts(engine: Engine) -> None:
     engine.quantum(batch(1, steps=2))
     assert engine.group.call("abort_requests", [2, 3, 99]) == [2]
     assert [row.request_id for row in engine.run(requests([], []))] == [1, 4, 5, 6, 7, 8]
+
+
+def test_replayed_steps_change_no_token(engine: Engine) -> None:
+    """Requests end after different steps, so that batches are padded to the sizes of graphs. Half of them are greedy."""
+    engine.write(0, 7)
+    engine.run(batch(1))
+    drawn = batch(1, greedy=False, steps=64)
+    lengths, greedy = np.arange(9, 73, 8), np.arange(8) % 2
+    drawn = Batch({**drawn.fields, "max_new_tokens": lengths, "greedy": greedy}, drawn.scalars)
+    rows: list[list[tuple[list[int], list[float]]]] = []
+    for replays in (False, True):
+        engine.group.call_function(vllm_calls.replay_steps, replays)
+        rows.append([(list(row.tokens), list(row.logprobs)) for row in engine.run(drawn)])
+    assert rows[0] == rows[1]
+    assert [len(tokens) for tokens, _ in rows[1]] == lengths.tolist()
+    sizes = engine.group.call_function(vllm_calls.replay_steps, True)[0]
+    assert sizes >= 2 if engine.replays else sizes == 0
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -261,6 +261,14 @@ def generate_in_little_memory(worker: Any, batch: Any, blocks: int, bursts: bool
     return made, len(preempted), lengths
 
 
+def replay_steps(worker: Any, replays: bool) -> int:
+    """Sets whether later steps of bursts are replayed as graphs. Returns how many batch sizes have one by now."""
+    bursts = worker._engine._bursts
+    graphs = vars(bursts).setdefault("kept", bursts._graphs)
+    bursts._graphs = graphs if replays else None
+    return 0 if graphs is None else sum(size.after_and_before is not None for size in graphs._sizes.values())
+
+
 def generate_with_hits(worker: Any, batch: Any) -> tuple[Any, list[int]]:
     """Runs a quantum. Returns its result, and how many tokens of each new request were in the prefix cache."""
     manager = worker._llm.engine_core.engine_core.scheduler.kv_cache_manager

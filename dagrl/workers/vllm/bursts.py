@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dagrl.errors import RunError
+from dagrl.workers.vllm.burst_graphs import BurstGraphs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from dagrl.workers.vllm.burst_graphs import LaterSteps
 
 ONCE: dict[str, Any] = {
     "finished_req_ids": set(),
@@ -50,9 +53,9 @@ class Bursts:
         executor: Any = core.model_executor
         self._block_size = int(core.vllm_config.cache_config.block_size)
         self._asynchronous = bool(core.vllm_config.scheduler_config.async_scheduling)
-        self._later: list[SchedulerOutput] = []
         self._burst: SchedulerOutput | None = None
         self._first: SchedulerOutput | None = None
+        self._graphs = BurstGraphs.of(executor, steps - 1)
         self._schedule, self._execute, self._sample = (
             self._scheduler.schedule,
             executor.execute_model,
@@ -73,10 +76,10 @@ class Bursts:
             output: SchedulerOutput = self._schedule(*args)
         finally:
             scheduler.num_lookahead_tokens = lookahead
-        self._later, self.taken = [], 1
+        self._first, self.taken = None, 1
         if steps == 1 or not _only_decodes(output):
             return output
-        self._first, self._later, self.taken = output, [_later_step(output, number) for number in range(1, steps)], steps
+        self._first, self.taken = output, steps
         self._advance(output, steps - 1)
         tokens = dict.fromkeys(output.num_scheduled_tokens, steps)
         self._burst = dataclasses.replace(
@@ -86,20 +89,25 @@ class Bursts:
 
     def execute_model(self, output: SchedulerOutput, non_block: bool = False) -> Any:
         """Executes the model for a step, or for the first step of a burst."""
-        first = self._first if output is self._burst else output
-        self._first = self._burst = None
-        return self._execute(first, non_block=non_block)
+        if output is not self._burst:
+            return self._execute(output, non_block=non_block)
+        self._burst = None
+        return self._execute(self._first, non_block=non_block)
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
         """Samples, and does the later steps of a burst. The GPU runs behind: no step waits for the tokens of another."""
+        first, self._first = self._first, None
+        if first is None:
+            return self._sample(grammar, non_block=non_block)
+        graphs = self._graphs
+        batch = None if graphs is None else graphs.batch
         outputs = [self._sample(grammar, non_block=non_block)]
-        later, self._later = self._later, []
-        for output in later:
-            self._execute(output, non_block=non_block)
-            outputs.append(self._sample(None, non_block=non_block))
-        if not later:
-            return outputs[0]
-        return _JoinedFuture(outputs) if non_block else _joined(outputs)
+        replayed = None if graphs is None else graphs.run(batch, self.taken - 1)
+        if replayed is None:
+            for number in range(1, self.taken):
+                self._execute(_later_step(first, number), non_block=non_block)
+                outputs.append(self._sample(None, non_block=non_block))
+        return _JoinedFuture(outputs, replayed) if non_block else _joined(outputs, replayed)
 
     def _possible(self) -> int:
         """Returns the length of the next burst: as many steps as there is memory for, 1 while a request is prefilled.
@@ -156,23 +164,34 @@ def _later_step(output: SchedulerOutput, number: int) -> SchedulerOutput:
     return dataclasses.replace(output, scheduled_cached_reqs=continued, **fields)
 
 
-def _joined(outputs: Sequence[ModelRunnerOutput | None]) -> ModelRunnerOutput:
-    """Returns one output with the tokens of all steps. Raises RunError if the steps computed different requests."""
+def _joined(outputs: Sequence[ModelRunnerOutput | None], replayed: LaterSteps | None) -> ModelRunnerOutput:
+    """Returns one output with the tokens of all steps: of `outputs`, then of the steps that were replayed.
+
+    Raises RunError if the steps computed different requests.
+    """
     steps = [output for output in outputs if output is not None]
     first = steps[0]
     if len(steps) < len(outputs) or any(step.req_ids != first.req_ids for step in steps):
         raise RunError("the steps of a burst did not compute the same requests; restart the generation workers")
-    tokens = [[step[0] for step in request] for request in zip(*(step.sampled_token_ids for step in steps), strict=True)]
-    logprobs = first.logprobs
-    if logprobs is not None:
-        parts = [step.logprobs for step in steps if step.logprobs is not None]
-        logprobs = logprobs._replace(
-            logprob_token_ids=_by_request([part.logprob_token_ids for part in parts]),
-            logprobs=_by_request([part.logprobs for part in parts]),
-            sampled_token_ranks=_by_request([part.sampled_token_ranks for part in parts]),
-            cu_num_generated_tokens=list(range(0, len(steps) * len(tokens) + 1, len(steps))),
+    tokens = np.stack([[step[0] for step in output.sampled_token_ids] for output in steps])  # [steps, requests]
+    parts = [output.logprobs for output in steps if output.logprobs is not None]
+    ids = [part.logprob_token_ids for part in parts]
+    logprobs, ranks = [part.logprobs for part in parts], [part.sampled_token_ranks for part in parts]
+    if replayed is not None:
+        later = replayed.arrays()
+        tokens = np.concatenate((tokens, later[0]))
+        ids += list(later[0][..., None])
+        logprobs += list(later[1][..., None])
+        ranks += list(later[2])
+    scores = first.logprobs
+    if scores is not None:
+        scores = scores._replace(
+            logprob_token_ids=_by_request(ids),
+            logprobs=_by_request(logprobs),
+            sampled_token_ranks=_by_request(ranks),
+            cu_num_generated_tokens=list(range(0, tokens.size + 1, len(tokens))),
         )
-    return dataclasses.replace(first, sampled_token_ids=tokens, logprobs=logprobs)
+    return dataclasses.replace(first, sampled_token_ids=tokens.T.tolist(), logprobs=scores)
 
 
 def _by_request(steps: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -184,12 +203,12 @@ def _by_request(steps: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 class _JoinedFuture(Future[Any]):
     """The output of a burst, joined when it is asked for."""
 
-    def __init__(self, parts: Sequence[Future[Any]]) -> None:
+    def __init__(self, parts: Sequence[Future[Any]], replayed: LaterSteps | None) -> None:
         super().__init__()
-        self._parts = parts
+        self._parts, self._replayed = parts, replayed
 
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
 
     def result(self, timeout: float | None = None) -> Any:
-        return _joined([part.result(timeout) for part in self._parts])
+        return _joined([part.result(timeout) for part in self._parts], self._replayed)
