@@ -24,6 +24,9 @@ SPECIAL = {
 }
 """Tokens of each family's processor; the first one stands for an image in the chat template."""
 
+NEWLINES = ["\n" * count for count in range(1, 5)]
+"""Tokens that vLLM's Gemma 3 looks for, whose processor puts some around an image."""
+
 WORDS = "user assistant what is there one two three four red green blue black".split()
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
@@ -45,6 +48,8 @@ def make_tokenizer(family: str) -> Any:
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*special, *WORDS])}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens(special)
+    if family == "gemma3":
+        backend.add_tokens(NEWLINES)
     names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -88,7 +93,7 @@ def gemma3(tokenizer: Any, text: Mapping[str, Any]) -> tuple[Any, Any]:
             **text,
             **{"query_pre_attn_scalar": 32, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
         },
-        vision_config=VISION,
+        vision_config={**VISION, "vision_use_head": False},
         mm_tokens_per_image=TOKENS,
         image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
@@ -111,8 +116,22 @@ def make(family: str, directory: Path, seed: int) -> None:
     processor, config = FAMILIES[family](tokenizer, {**TEXT, **ends, "vocab_size": len(tokenizer)})
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    if family == "gemma3":
+        _rename(directory / "model.safetensors")
     processor.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def _rename(file: Path) -> None:
+    """Gives the tensors of a vision tower the names that published checkpoints have, and vLLM 0.26 reads alone."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    save_file(
+        {name.replace("vision_tower.", "vision_tower.vision_model."): tensors[name] for name in tensors},
+        file,
+        {"format": "pt"},
+    )
 
 
 def main() -> None:

@@ -146,13 +146,15 @@ def test_short_questions_of_gsm8k_leave_out_those_held_out(tmp_path: Path, monke
 
 @pytest.mark.parametrize("family", ["idefics3", "gemma3"])
 def test_an_image_of_shapes_has_a_token_for_each_cell(family: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig
+    from transformers import AutoModelForImageTextToText
 
     make(family, tmp_path, seed=0)
     processor = MediaProcessor(load_processor(tmp_path))
     (prompt,) = encode_prompts(shapes(1, 0, demonstrations_per_prompt=1).train, processor.tokenizer, processor)
     assert prompt.media is not None and np.count_nonzero(prompt.media.tokens) == (SIDE // CELL) ** 2
-    assert len(prompt.tokens) <= AutoConfig.from_pretrained(tmp_path).get_text_config().max_position_embeddings
+    model, loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loaded.values()), "names are those of published checkpoints"
+    assert len(prompt.tokens) <= model.config.get_text_config().max_position_embeddings
 
 
 OPTIONS = {"Correct Answer": "4", "Incorrect Answer 1": "3", "Incorrect Answer 2": "5", "Incorrect Answer 3": "22"}
