@@ -1,14 +1,93 @@
-"""Our kernels of decode steps, against plain torch in float64."""
+"""Our kernels of decode steps, against plain torch in float64: attention over pages, scores of sampled tokens."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from tests.gpu.kernels import DEVICE, kernel_tests
+from tests.gpu.kernels import DEVICE, INTERPRETED, kernel_tests, large
 
 pytest.importorskip("triton")
 pytestmark = kernel_tests
+
+PAGE = 16
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Plain attention, a sequence after the other; zeros for one of no tokens."""
+    out, repeats = torch.zeros_like(queries, dtype=torch.float64), queries.shape[1] // keys.shape[2]
+    for row, length in enumerate(lengths.tolist()):
+        own = [cache[pages[row].long()].flatten(0, 1)[:length].double() for cache in (keys, values)]
+        k, v = (cache.repeat_interleave(repeats, 1).transpose(0, 1) for cache in own)
+        if length:
+            weights = torch.softmax(k @ queries[row].double()[:, :, None] * scale, 1)
+            out[row] = (weights.transpose(1, 2) @ v)[:, 0]
+    return out
+
+
+def cache(sequences: int, longest: int, groups: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [pages, PAGE, groups, size], next to each other as in vLLM, and the pages of each sequence."""
+    count = -(-longest // PAGE)
+    both = torch.randn(sequences * count + 3, PAGE, groups, 2 * size, device=DEVICE).to(dtype)
+    pages = torch.randperm(sequences * count, device=DEVICE).view(sequences, count).int()
+    return both[..., :size], both[..., size:], pages
+
+
+@pytest.mark.parametrize(
+    ("groups", "heads", "size", "longest", "units"),
+    [
+        pytest.param(2, 4, 64, 200, 1, id="one part each"),
+        pytest.param(2, 4, 64, 600, 40, id="four parts"),
+        pytest.param(1, 7, 128, 5000, 1056, id="most parts"),
+        pytest.param(2, 2, 64, 1000, 1056, id="eight parts"),
+        large(8, 16, 128, 3000, 1056),
+        large(8, 32, 128, 70000, 1056),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16], ids=str)
+def test_attention_of_decode_steps(
+    groups: int, heads: int, size: int, longest: int, units: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole sequences, a few tokens, none, parts that end within a page."""
+    from dagrl.workers.vllm import decode_attention as kernels
+
+    monkeypatch.setattr(kernels, "UNITS", units)
+    keys, values, pages = cache(5, longest, groups, size, dtype)
+    lengths = torch.tensor([longest, 5, 0, longest // 3, 129], dtype=torch.int32, device=DEVICE)
+    queries, scale = torch.randn(5, heads, size, device=DEVICE).to(dtype), size**-0.5
+    out = torch.full_like(queries, 7.0)
+    kernels.decode_attention(queries, keys, values, pages, lengths, scale, longest, out)
+    expected = attention(queries, keys, values, pages, lengths, scale)
+    assert float((out.double() - expected).abs().max()) < TOLERANCES[dtype]
+
+
+def test_calls_of_other_kinds_are_left_to_flash_attention() -> None:
+    from dagrl.workers.vllm.decode_attention import takes
+
+    keys, values, pages = cache(3, 100, 2, 64, torch.bfloat16)
+    queries = torch.zeros(3, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    call: dict[str, Any] = {"q": queries, "k": keys, "v": values, "out": queries, "block_table": pages, "softcap": 0.0}
+    call |= {"max_seqlen_q": 1, "seqused_k": torch.ones(3), "causal": True, "window_size": [-1, -1], "alibi_slopes": None}
+    assert takes(call)
+    others: list[dict[str, Any]] = [
+        {"max_seqlen_q": 2},
+        {"block_table": None},
+        {"causal": False},
+        {"window_size": [127, 0]},
+        {"softcap": 30.0},
+        {"s_aux": torch.zeros(4)},
+        {"q": queries.half()},
+        {"q": queries[..., :32]},
+        {"q": torch.zeros(3, 64, 64, device=DEVICE, dtype=torch.bfloat16)},
+        {"seqused_k": torch.ones(2)},
+        {"return_softmax_lse": True},
+    ]
+    for other in others:
+        assert not takes(call | other), other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

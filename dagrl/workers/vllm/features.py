@@ -232,6 +232,46 @@ def score_sampled_tokens() -> None:
     sampler.compute_topk_scores = scores
 
 
+def attend_decodes(config: VllmConfig) -> None:
+    """Makes the next engine's FlashAttention backend compute decode steps by our kernel (`decode_attention`) on Hopper GPUs.
+
+    Not in batch-invariant mode, whose results must not depend on the batch, and not where a CUDA graph of a decode step also
+    serves prompts.
+    """
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() and current_platform.is_device_capability(90)):
+        return
+    from vllm.v1.attention.backends import flash_attn
+
+    theirs = _flash_attention()
+    flash_attn.flash_attn_varlen_func = theirs
+    mixed = config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+    if mixed or envs.VLLM_BATCH_INVARIANT or flash_attn.get_flash_attn_version() != 3:
+        return
+    from dagrl.workers.vllm.decode_attention import decode_attention, takes
+
+    def attention(*values: Any, **call: Any) -> Any:
+        if values or not takes(call):
+            return theirs(*values, **call)
+        pages, lengths = call["block_table"], call["seqused_k"]
+        rest = pages, lengths, call["softmax_scale"], call["max_seqlen_k"], call["out"]
+        return decode_attention(call["q"], call["k"], call["v"], *rest)
+
+    flash_attn.flash_attn_varlen_func = attention
+
+
+@functools.cache
+def _flash_attention() -> Callable[..., Any]:
+    """vLLM's own function."""
+    from vllm.v1.attention.backends import flash_attn
+
+    own: Callable[..., Any] = flash_attn.flash_attn_varlen_func
+    return own
+
+
 def can_sleep() -> bool:
     """Returns whether engines on this platform can release their memory and restore it at the same addresses."""
     from vllm.platforms import current_platform
