@@ -51,8 +51,8 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     # What torch.compile saves is inferred from these two.
     ("0.6b:dp1" + FSDP, 16, 2048, 8, 35.21),  # 1x-nvidia-h200/2026-11-28/fsdp.json
     ("4b:dp1" + FSDP, 1, 16384, 1, 120.51),  # --sides dagrl --rows 1 --micro 1 --length 16384
-    # 1x-nvidia-h200/2026-11-29/train-4b-16k-selective.json
-    ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 16384, 1, 69.11),
+    ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 16384, 1, 69.11),  # 1x-.../2026-11-29/fsdp.json
+    ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 65536, 1, 91.78),
 ]
 BEFORE = [  # with layers that saved more, and an output layer that kept nothing, in November 2026 until the 25th
     ("0.6b:tp2", 72, 2048, 24, 46.44),  # 2x-nvidia-h200/2026-11-23/train-0.6b-tp2.json

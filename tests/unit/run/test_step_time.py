@@ -41,6 +41,7 @@ RESULTS = ROOT / "dagrl" / "bench" / "results"
 H200 = GPUS["H200"]
 GRAPHS = " policy.megatron_cfg.cuda_graphs=true"
 FLASH = " policy.deterministic=true"  # FlashAttention 2 for packed rows, as before cuDNN computed them
+SELECTIVE = " policy.fsdp_cfg.activation_checkpointing=selective"
 SHARDED = " policy.megatron_cfg.use_distributed_optimizer=true"
 
 FITTED = [  # SFT steps by `dagrl bench train`: case, rows, length, sequences of a microbatch, file, row
@@ -70,6 +71,11 @@ SFT = [  # as `FITTED`, with the name in docs/gpu.md
         "2x-nvidia-h200/2026-11-26/train-experts.json",
         0,
     ),
+]
+SHARDED_SFT = [  # ..., list and row of 1x-nvidia-h200/2026-11-29/fsdp.json
+    ("SFT, 0.6B, FSDP", "0.6b:dp1", 16, 2048, 8, "sft", 1),
+    ("SFT, 4B, 65,536 tokens, FSDP, `selective`", "4b:dp1" + SELECTIVE, 1, 65536, 1, "long", 1),
+    ("SFT, 30B-A3B with 8 layers, FSDP", "30b@8:dp1", 16, 2048, 4, "experts", 0),
 ]
 GRPO = [  # name, model, sequences, completion, sequences of a microbatch, file
     ("GRPO, 0.6B, 2,048 x (120 + 256)", "0.6b", 2048, 256, 16, "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json"),
@@ -156,10 +162,12 @@ def test_steps_of_sft_take_as_long_as_predicted(
     check(name, sft_step(case, rows, length, micro), seconds_of(file, row))
 
 
-def test_fsdp_steps_take_as_long_as_predicted() -> None:
-    rows = json.loads((RESULTS / "1x-nvidia-h200/2026-11-28/fsdp.json").read_text())["sft"]
-    measured = next(row["median_s"] for row in rows if row["side"] == "dagrl fsdp")
-    check("SFT, 0.6B, FSDP", sft_step("0.6b:dp1" + FSDP, 16, 2048, 8), measured)
+@pytest.mark.parametrize(("name", "case", "rows", "length", "micro", "part", "row"), SHARDED_SFT)
+def test_fsdp_steps_take_as_long_as_predicted(
+    name: str, case: str, rows: int, length: int, micro: int, part: str, row: int
+) -> None:
+    measured = json.loads((RESULTS / "1x-nvidia-h200/2026-11-29/fsdp.json").read_text())[part][row]
+    check(name, sft_step(case + FSDP, rows, length, micro), measured["median_s"])
 
 
 @pytest.mark.parametrize(("name", "model", "sequences", "completion", "micro", "file"), GRPO)
