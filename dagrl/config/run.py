@@ -85,6 +85,9 @@ class CheckpointConfig(Section):
     higher_is_better: bool = True
     """Whether a higher `metric_name` is better."""
 
+    async_save: bool = False
+    """Write checkpoints in the background while the run continues."""
+
     resume: bool = False
     """Resume from the newest checkpoint of this run, if there is one."""
 

@@ -1,10 +1,16 @@
-"""Saves the checkpoints of a run: what the train workers write, and what the driver writes."""
+"""Saves the checkpoints of a run: what the train workers write, and what the driver writes.
+
+With `checkpointing.async_save` the workers copy their state and write it during training. The checkpoint is published
+at the end of the first step by which every worker has written its part. The next save and the end of the run wait for it, at
+most `timeouts.checkpoint_s`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dagrl.config import Config, Json
 from dagrl.config.roles import GENERATION
@@ -33,6 +39,7 @@ class Checkpoints:
     resumed: Checkpoint | None = None
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     saved_step: int = 0
+    _pending: tuple[TrainState, Path, dict[str, FileEntry]] | None = field(default=None, init=False)
 
     def restore(self) -> None:
         """Takes the state that the run resumes from, if any, and loads it into the train workers."""
@@ -58,33 +65,70 @@ class Checkpoints:
         return config.enabled and step % config.save_period == 0
 
     def finish_step(self, state: TrainState) -> None:
-        """Takes the state after a finished step, and saves it if it is `due`."""
+        """Takes the state after a finished step, and saves it if it is `due`.
+
+        Publishes the pending checkpoint if all workers have written it.
+        """
         self.state = state
+        if self._pending is not None and all(all(self._call(group, "checkpoint_written")) for group in self.groups.values()):
+            self._finish()
         if self.due(state.step):
             self.save()
 
     def save(self) -> None:
-        """Saves the last finished step, unless it is saved already."""
+        """Saves the last finished step, unless it is saved already. With `async_save` workers still write on return."""
         if self.state.step in (0, self.saved_step):
             return
         self.show("saving a checkpoint")
         self._hold("train")
         with self.replays.clock.measure("checkpoint"):
-            directory, files = self.store.begin(self.state), dict[str, FileEntry]()
-            with self.store.discarding(directory):
-                for role, group in self.groups.items():
-                    self._hold(role)
-                    written = group.call("save_checkpoint", str(directory / role), deadline=self.config.timeouts.checkpoint)
-                    files |= {f"{role}/{name}": entry for part in written for name, entry in (part or {}).items()}
-                for name in (*self.groups, *files):
-                    require_shared(directory / name)
-            self.store.publish(self.state, directory, files)
+            self._finish()
+            self._write()
         self.saved_step = self.state.step
         self.replays.times.exclude_wait(GENERATION)
+
+    def save_last(self) -> None:
+        """Saves the last finished step, unless it is saved already, and waits until the checkpoint is complete."""
+        self.save()
+        with self.replays.clock.measure("checkpoint"):
+            self._finish()
+
+    def _write(self) -> None:
+        """Writes all parts; with `async_save`, workers go on writing theirs."""
+        directory, files = self.store.begin(self.state), dict[str, FileEntry]()
+        with self.store.discarding(directory):
+            for role in self.groups:
+                self._hold(role)
+                background = [True] if self.config.checkpointing.async_save else []
+                files |= self._files(role, "save_checkpoint", str(directory / role), *background)
+        self._pending = (self.state, directory, files)
+        if not self.config.checkpointing.async_save:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Publishes the pending checkpoint; waits for workers that still write."""
+        if self._pending is None:
+            return
+        (state, directory, files), self._pending = self._pending, None
+        with self.store.discarding(directory):
+            if self.config.checkpointing.async_save:
+                for role in self.groups:
+                    files |= self._files(role, "finish_checkpoint")
+            for name in (*self.groups, *files):
+                require_shared(directory / name)
+        self.store.publish(state, directory, files)
+
+    def _files(self, role: str, method: str, *arguments: object) -> dict[str, FileEntry]:
+        """Calls a method that writes a role's part. Returns the files that workers know, by their path in the checkpoint."""
+        answers = self._call(self.groups[role], method, *arguments)
+        return {f"{role}/{name}": entry for files in answers for name, entry in (files or {}).items()}
 
     def _hold(self, role: str) -> None:
         """Moves the role's memory to the GPU, where groups share GPUs."""
         self.replays.hold(role, keep_generation_weights=True)
+
+    def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[Any]:
+        return group.call(method, *arguments, deadline=self.config.timeouts.checkpoint)
 
 
 def load_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadline) -> None:

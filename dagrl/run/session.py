@@ -124,7 +124,7 @@ class Session:
         self.updates.check_end()
         config, directory = self.config, self.recorder.paths.final_model
         if config.checkpointing.enabled:
-            self.checkpoints.save()
+            self.checkpoints.save_last()
         if config.checkpointing.export_hf:
             self.recorder.progress.stage("Writing the final policy", "export")
             self.replays.hold("train", keep_generation_weights=True)

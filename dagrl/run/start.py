@@ -71,7 +71,7 @@ def run_session(config: Config, last_step: LastStep | None = None, fleet: Fleet 
         except (StopRequestedError, ClusterError):
             if session.config.checkpointing.enabled:
                 start = time.monotonic()
-                session.checkpoints.save()
+                session.checkpoints.save_last()
                 logger.info("step %d is saved, in %.1f s", session.step, time.monotonic() - start)
             raise
         finally:

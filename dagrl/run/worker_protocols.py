@@ -77,6 +77,19 @@ class CheckpointChecker(Protocol):
         """Raises a UserError for a checkpoint that a run of this model cannot load. Called before any actor starts."""
 
 
+class BackgroundSaver(Protocol):
+    """A train worker that writes checkpoints during training (`checkpointing.async_save`)."""
+
+    def save_checkpoint(self, directory: str, background: bool = False, /) -> Mapping[str, FileEntry] | None:
+        """Copies the state and returns None with `background`; the copy is written while training continues."""
+
+    def checkpoint_written(self) -> bool:
+        """Returns whether this worker has written its part."""
+
+    def finish_checkpoint(self) -> Mapping[str, FileEntry] | None:
+        """Waits for the checkpoint. Returns the files as `save_checkpoint` does."""
+
+
 class HuggingFaceExporter(Protocol):
     """A train worker that exports the policy (`checkpointing.export_hf`)."""
 
@@ -185,17 +198,20 @@ OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, CertifiedTrainWorker)
 
 def required_protocols(config: Config, plan: RunPlan) -> dict[str, tuple[type, ...]]:
     """Returns the protocols that the worker class of each role must fit in a run of `config`."""
+    saving = config.checkpointing
     chosen: dict[type, bool] = {
         RolloutTrainWorker if plan.generates else TrainWorker: True,
-        HuggingFaceExporter: config.checkpointing.export_hf,
+        BackgroundSaver: saving.enabled and saving.async_save,
+        HuggingFaceExporter: saving.export_hf,
         ReferenceHolder: plan.reference == TRAIN,
         AnswerScorer: gives_scores(planned_algorithm(plan)),
         StateOffloader: plan.colocated,
     }
     generation = (GenerationWorker, *((SleepingEngine,) if plan.colocated else ()))
     turns = {role: (StateOffloader,) if plan.colocated and role in plan.sharing else () for role in plan.model_roles}
+    saved = (TrainWorker, *((BackgroundSaver,) if chosen[BackgroundSaver] else ()))
     return {
         "train": tuple(protocol for protocol, needed in chosen.items() if needed),
         "generation": generation,
-        **{role: (*((TrainWorker,) if role == CRITIC else ()), *protocols) for role, protocols in turns.items()},
+        **{role: (*(saved if role == CRITIC else ()), *protocols) for role, protocols in turns.items()},
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from dagrl.bench.models import SHAPES, ModelShape, write_model
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.train import checkpoint
+from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.offload import StatePart
 from tests.single_worker import single_worker, train_batch
 
@@ -108,3 +112,29 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
     worker.prepare_for_logprobs(0)
     assert runs_within(worker, rows, limit), f"within {limit / 2**30:.2f} GiB"
     worker.prepare_for_training(0)
+
+
+def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:
+    staging = StagingBuffers()
+    values = [torch.randn(1 << 20, device="cuda"), torch.randn(1001, 3, device="cuda", dtype=torch.bfloat16)[:, 1:]]
+    copies = [staging.copy(value) for value in values]
+    torch.cuda.synchronize()
+    for copy, value in zip(copies, values, strict=True):
+        assert copy.is_pinned() and torch.equal(copy, value.cpu())
+
+
+def test_a_background_checkpoint_has_the_state_at_its_start(
+    worker: MegatronWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing starts only after a step has changed weights and optimizer."""
+    save, trained = checkpoint.save, threading.Event()
+    monkeypatch.setattr(checkpoint, "save", lambda *given: (trained.wait(60), save(*given))[1])
+    before = [tensor.cpu() for tensor in held(worker)]
+    worker.save_checkpoint(str(tmp_path / "c"), True)
+    worker.train_step(BATCH, "likelihood")
+    assert not worker.checkpoint_written()
+    trained.set()
+    worker.finish_checkpoint()
+    worker.load_checkpoint(str(tmp_path / "c"))
+    for found, value in zip(held(worker), before, strict=True):
+        assert torch.equal(found.cpu(), value)

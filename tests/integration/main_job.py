@@ -46,6 +46,7 @@ LEARNING = (
     f"grpo.max_num_steps={GRPO_STEPS}",
     "grpo.val_period=8",
     f"checkpointing.save_period={SFT_STEPS}",
+    "checkpointing.async_save=true",
     "policy.offload_optimizer_for_logprob=true",
 )
 """The GRPO quickstart with half of its steps, which is enough to learn."""
@@ -57,6 +58,7 @@ SMALL = (
     "grpo.max_val_samples=32",
     "grpo.val_period=3",
     "checkpointing.save_period=3",
+    "checkpointing.async_save=true",
     "policy.offload_optimizer_for_logprob=true",
     "reward.function=tests.integration.main_job:recorded_exact_match",
 )

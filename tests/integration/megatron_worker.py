@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -128,6 +129,27 @@ class TestedWorker(MegatronWorker):
         assert isinstance(way, RecordedPasses)
         return way.count
 
+    def shorten_checkpoints(self, seconds: float) -> None:
+        """Sets the deadline for writing checkpoints."""
+        timeouts = self.config.timeouts.model_copy(update={"checkpoint_s": seconds})
+        self.config = self.config.model_copy(update={"timeouts": timeouts})
+
+    def stall_writing(self) -> None:
+        """Makes the next checkpoint stop before its first file, until `release_writing`."""
+        from dagrl.workers.train import checkpoint
+
+        self.released, save = threading.Event(), checkpoint.save
+
+        def stalled(*_: Any) -> dict[str, Any]:
+            checkpoint.save = save
+            self.released.wait()
+            return {}
+
+        checkpoint.save = stalled
+
+    def release_writing(self) -> None:
+        self.released.set()
+
     def attention_runs(self, batch: Batch) -> list[int]:
         """Returns how often each layer's attention runs in a step without update."""
         from dagrl.workers.megatron.attention import CausalAttention
@@ -203,6 +225,20 @@ class TestedWorker(MegatronWorker):
         import torch.distributed as dist
 
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+    def hold_writing(self, marker: str) -> None:
+        """Delays writing the next checkpoint until `marker` exists."""
+        from dagrl.workers.train import checkpoint
+
+        save = checkpoint.save
+
+        def save_later(*given: Any) -> Any:
+            checkpoint.save = save
+            while not Path(marker).exists():
+                time.sleep(0.01)
+            return save(*given)
+
+        checkpoint.save = save_later
 
     def slow_disk(self, seconds: float) -> None:
         """Delays writing and reading of the next checkpoint's files by `seconds`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,32 @@ def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "policy", [pytest.param({}, marks=pytest.mark.slow, id="replicated"), pytest.param(SHARDED, id="sharded")]
+)
+def test_a_background_checkpoint_has_the_state_at_its_start(
+    policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    batch, directory, trained = reference.make_batch(), tmp_path / "checkpoint", tmp_path / "trained"
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **policy)) as group:
+        train(group, batch)
+        before = group.call("state")
+        group.call("hold_writing", str(trained))
+        group.call("save_checkpoint", str(directory), True)
+        train(group, batch)
+        assert not any(group.call("checkpoint_written"))
+        trained.touch()
+        _wait_for(lambda: all(group.call("checkpoint_written")))
+        files = group.call("finish_checkpoint")
+        verify_files(directory, {name: entry for part in files for name, entry in part.items()})
+        group.call("reseed", 99)
+        assert all(
+            (now["random.cpu"] != then["random.cpu"]).any() for now, then in zip(group.call("state"), before, strict=True)
+        )
+        group.call("load_checkpoint", str(directory))
+        _assert_same_states(group.call("state"), before)
+
+
 def test_a_slow_disk_has_until_the_checkpoint_deadline(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -94,22 +121,37 @@ def test_a_slow_disk_has_until_the_checkpoint_deadline(
         group.call("shorten_collectives", 1.5)
         group.call("slow_disk", per_rank=[(0.0,), (2.0,)])
         group.call("save_checkpoint", directory)
-        group.call("reseed", 99)
         group.call("load_checkpoint", directory)
         _assert_same_states(group.call("state"), before)
 
 
+@pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_of_one_worker_raises_on_all(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+    background: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """The next save works."""
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
         before = group.call("state")
         group.call("fill_disk", per_rank=[(False,), (True,)])
-        _fails(group, r"cannot write .*first: .*No space left on device", "save_checkpoint", str(tmp_path / "first"))
+        if background:
+            group.call("save_checkpoint", str(tmp_path / "first"), True)
+        method = ("finish_checkpoint",) if background else ("save_checkpoint", str(tmp_path / "first"))
+        _fails(group, r"cannot write .*first: .*No space left on device", *method)
         group.call("save_checkpoint", str(tmp_path / "second"))
         group.call("load_checkpoint", str(tmp_path / "second"))
         _assert_same_states(group.call("state"), before)
+
+
+def test_a_stuck_save_is_an_error_after_the_deadline(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with megatron_pool.group(SINGLE, reference.make_config(tiny_models["qwen3"])) as group:
+        group.call("stall_writing")
+        group.call("shorten_checkpoints", 0.5)
+        group.call("save_checkpoint", str(tmp_path / "checkpoint"), True)
+        with pytest.raises(WorkerError, match=r"checkpoint is not written after [01] s; .*Raise timeouts\.checkpoint_s"):
+            group.call("finish_checkpoint")
+        group.call("release_writing")
 
 
 def test_a_checkpoint_that_does_not_fit_is_rejected(
@@ -143,6 +185,13 @@ def _assert_same_states(found: list[dict[str, Any]], expected: list[dict[str, An
         assert set(mine) == set(theirs)
         for name, value in theirs.items():
             np.testing.assert_array_equal(mine[name], value, err_msg=name)
+
+
+def _wait_for(condition: Any, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 ALL = ("weights", "gradients", "optimizer")

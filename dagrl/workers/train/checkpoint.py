@@ -1,7 +1,8 @@
 """Checkpoints of a train group in torch's distributed format (DCP): written by all workers together, read at any layout.
 
-    files = save(directory, pieces, group)   # on all workers: size and CRC-32 of the files that this worker wrote
-    load(directory, pieces, group)           # pieces of any layout
+    saving = Saving(directory, pieces, group, background=True)   # on all workers; returns when the state is copied
+    files = saving.finish(timeout_s)                             # size and CRC-32 of the files that this worker wrote
+    load(directory, pieces, group)                               # pieces of any layout
 
 A backend describes the state as `Piece`s: boxes of global tensors whose names and shapes do not depend on the layout. It
 knows which worker writes each box; together they cover every tensor once.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +54,7 @@ from torch.futures import Future
 
 from dagrl.errors import CheckpointError
 from dagrl.files import FileEntry
+from dagrl.workers.train.offload import ALIGNMENT, BUCKET_BYTES
 
 FILES = 2  # of each worker, written at once
 Result = TypeVar("Result")
@@ -108,17 +111,51 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[S
     yield from parts[-1] if len(parts) > 1 else ()
 
 
-def save(directory: Path, pieces: Sequence[Piece], group: ProcessGroup | None) -> dict[str, FileEntry]:
-    """Writes the pieces of all workers. Returns size and checksum of this worker's files.
+class Saving:
+    """One checkpoint being written: create it on all workers together, and call `finish`.
 
-    Raises CheckpointError on all workers together.
+    With `background` the pieces are copied to host memory first, so training may change them. A thread plans and writes with
+    the other workers in `group`, in which nothing else may run meanwhile.
     """
+
+    def __init__(self, directory: str, pieces: Sequence[Piece], group: ProcessGroup | None, *, background: bool) -> None:
+        self._directory = Path(directory)
+        self._pieces, self._group = (_copied(pieces) if background else pieces), group
+        self._files: dict[str, FileEntry] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all files are written, so that `finish` does not wait."""
+        return not self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> dict[str, FileEntry]:
+        """Waits until all workers have written their files, and returns those of this one. Raises CheckpointError."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"{self._directory} is not written after {timeout_s:.0f} s; the disk is slow or stuck. "
+                "Raise timeouts.checkpoint_s if it is slow"
+            )
+        if self._error is not None:
+            raise CheckpointError(f"cannot write {self._directory}: {self._error}") from self._error
+        return self._files
+
+    def _write(self) -> None:
+        try:
+            self._files = save(self._directory, self._pieces, self._group)
+        except Exception as error:  # `finish` raises it
+            self._error = error
+        self._pieces = ()  # frees the copies
+
+
+def save(directory: Path, pieces: Sequence[Piece], group: ProcessGroup | None) -> dict[str, FileEntry]:
+    """Writes the pieces of all workers. Returns size and checksum of this worker's files. Raises on all workers together."""
     writer = _Writer(directory, single_file_per_rank=True, thread_count=1)
-    try:
-        with _failing_together():
-            dcp_save({}, storage_writer=writer, planner=_SavePieces(pieces), process_group=group)
-    except Exception as error:
-        raise CheckpointError(f"cannot write {directory}: {error}") from error
+    with _failing_together():
+        dcp_save({}, storage_writer=writer, planner=_SavePieces(pieces), process_group=group)
     return writer.files
 
 
@@ -143,6 +180,45 @@ def _failing_together() -> Iterator[None]:
     except CheckpointException as failed:
         error = failed.failures[min(failed.failures)][0]
         raise (error if isinstance(error, Exception) else RuntimeError(repr(error))) from None
+
+
+class StagingBuffers:
+    """Copies of train state in host memory, from which a checkpoint is written while training continues.
+
+    Copies from a GPU use pinned memory and run at link speed; training stops only for that time. Torch caches the pinned
+    memory of a process, so only the first save allocates. It rounds allocations up to powers of two, so copies share
+    buckets of such sizes. Dropping this object frees the memory.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[Tensor] = []  # [bytes] each
+        self._filled: list[int] = []
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copies a tensor to host memory. A copy from a GPU is complete when the current stream reaches it."""
+        return tensor.clone() if tensor.is_cpu else self.room_for(tensor).copy_(tensor, non_blocking=True)
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        """Allocates host memory for a tensor. The storage has exactly its size, because torch saves whole storages."""
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        ends = zip(self._buckets, self._filled, strict=True)
+        number = next((number for number, (bucket, filled) in enumerate(ends) if filled + size <= bucket.nbytes), None)
+        if number is None:
+            number, least = len(self._buckets), max(size, BUCKET_BYTES)
+            pinned = torch.cuda.is_available()
+            self._buckets.append(torch.empty(1 << (least - 1).bit_length(), dtype=torch.uint8, pin_memory=pinned))
+            self._filled.append(0)
+        start, self._filled[number] = self._filled[number], self._filled[number] + size
+        memory = self._buckets[number].numpy()
+        return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+
+
+def _copied(pieces: Sequence[Piece]) -> list[Piece]:
+    copy = StagingBuffers().copy
+    copied = [replace(piece, tensor=copy(piece.tensor)) for piece in pieces]
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    return copied
 
 
 class _SavePieces(DefaultSavePlanner):

@@ -19,22 +19,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dagrl.config import Json
-from dagrl.files import FileEntry, write_whole
+from dagrl.files import write_whole
 from dagrl.workers.train.backend import Backend
-from dagrl.workers.train.checkpoint import Piece, load, save, whole
+from dagrl.workers.train.checkpoint import Piece, Saving, load, whole
 from dagrl.workers.train.groups import run_on_all_ranks
 from dagrl.workers.train.identity import WORKER, read_worker_file
 
 
-def save_checkpoint(
+def start_saving(
     directory: str,
     backend: Backend,
     group: ProcessGroup | None,
     rank: int,
     reference: Mapping[str, Tensor] | None,
     identity: Mapping[str, Json],
-) -> dict[str, FileEntry]:
-    """Writes a checkpoint to `directory`, on all ranks of `group` together. Returns the files of this rank."""
+    *,
+    background: bool,
+) -> Saving:
+    """Starts writing a checkpoint to `directory`, on all ranks of `group` together."""
     steps = backend.model.steps
     head = {
         "format": backend.checkpoint_format,
@@ -54,7 +56,7 @@ def save_checkpoint(
     run_on_all_ranks(group, write_head)
     with torch.no_grad():
         pieces = [*backend.pieces_to_save(reference), *_random_pieces(random_states(), rank)]
-    return save(Path(directory), pieces, group)
+    return Saving(directory, pieces, group, background=background)
 
 
 def load_checkpoint(

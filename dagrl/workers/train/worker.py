@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from dagrl.workers.train.checkpoint import Saving
     from dagrl.workers.train.losses import MicrobatchLoss
     from dagrl.workers.train.microbatches import Microbatch, Microbatches
     from dagrl.workers.train.offload import Offloader, StatePart
@@ -83,6 +84,7 @@ class TrainWorker:
         self._kept = KeptLogprobs()
         self._channel: Channel | None = None
         self._sender: RefitSender | None = None
+        self._saving: Saving | None = None
         self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase
         self._stream: torch.cuda.Stream | None = None  # None: the default stream
         self._aborted = False
@@ -189,7 +191,7 @@ class TrainWorker:
         if self._channel is not None:
             self._channel.close()
         backend, self._backend = self._backend, None
-        self._sender = self._channel = self._offloader = self._reference = None
+        self._sender = self._channel = self._offloader = self._reference = self._saving = None
         self._files_group = None
         if backend is not None:
             backend.shutdown()
@@ -594,17 +596,35 @@ class TrainWorker:
 
     # ---- files
 
-    def save_checkpoint(self, directory: str) -> Mapping[str, FileEntry]:
+    def save_checkpoint(self, directory: str, background: bool = False) -> Mapping[str, FileEntry] | None:
         """Writes everything the next step depends on to `directory`; all workers together.
 
-        Returns size and checksum of the files that this worker wrote.
+        Returns size and checksum of the files that this worker wrote. With `background` the state is copied and still being
+        written on return; `finish_checkpoint` returns the files then.
         """
-        from dagrl.workers.train.train_state import save_checkpoint
+        from dagrl.workers.train.train_state import start_saving
 
         backend, identity = self.backend("weights", "optimizer"), self._identity
         with self._running():
+            self._finish_saving()
             reference = None if self._reference is None else self._reference.tensors
-            return save_checkpoint(directory, backend, self._files_group, self.context.rank, reference, identity)
+            where = directory, backend, self._files_group, self.context.rank
+            self._saving = start_saving(*where, reference, identity, background=background)
+            return None if background else self._finish_saving()
+
+    def checkpoint_written(self) -> bool:
+        """Whether a background checkpoint is written by all workers."""
+        return self._saving is None or self._saving.is_written
+
+    def finish_checkpoint(self) -> Mapping[str, FileEntry] | None:
+        """Waits for a background checkpoint, at most `timeouts.checkpoint_s`; all workers together."""
+        self.backend()
+        with self._running():
+            return self._finish_saving()
+
+    def _finish_saving(self) -> Mapping[str, FileEntry] | None:
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.finish(self.config.timeouts.checkpoint_s)
 
     def load_checkpoint(self, directory: str) -> None:
         """Loads a checkpoint of the same model from any layout. Raises CheckpointError."""
@@ -612,6 +632,7 @@ class TrainWorker:
 
         backend, identity = self.backend("weights", "optimizer"), self._identity
         with self._running():
+            self._finish_saving()
             where = directory, backend, self._files_group, self.context.rank
             reference, self._reference = load_checkpoint(*where, identity), None
             holds_reference = reference_role(self.config, load_algorithm(self.config)) == "train"

@@ -1,4 +1,4 @@
-"""Checkpoints that workers write: when they are published, and what happens if writing fails."""
+"""Checkpoints that workers write in the background: when they are published, and what happens if writing fails."""
 
 from __future__ import annotations
 
@@ -21,28 +21,33 @@ from tests.unit.run.saving import saving
 
 
 class Writers:
-    """Two train workers, of which one writes."""
+    """Two train workers, one of them slow."""
 
     def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.written = True
         self.error: Exception | None = None
         self.elsewhere: Path | None = None
 
-    def call(self, method: str, directory: str, deadline: Deadline | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any, deadline: Deadline | None = None) -> list[Any]:
         assert deadline == Deadline(240.0, "2 * timeouts.checkpoint_s"), "not the start timeout"
-        assert method == "save_checkpoint"
-        where = self.elsewhere or Path(directory)
-        where.mkdir()
-        (where / "part").write_text("weights")
-        if self.error is not None:
+        self.calls.append(method)
+        if method == "save_checkpoint":
+            directory = self.elsewhere or Path(args[0])
+            directory.mkdir()
+            (directory / "part").write_text("weights")
+            return [{"part": FileEntry(7, 9)}, None] if len(args) == 1 else [None, None]
+        if method == "finish_checkpoint" and self.error is not None:
             raise self.error
-        return [{"part": FileEntry(7, 9)}, None]
+        return [None, {"part": FileEntry(7, 9)}] if method == "finish_checkpoint" else [True, self.written]
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
-    config = Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": {}})
-    store = CheckpointStore(tmp_path / "checkpoints", keep_top_k=1)
-    return Checkpoints(config, store, {"train": cast(WorkerGroup, Writers())}, MagicMock(), MagicMock())
+def make(tmp_path: Path, background: bool) -> tuple[Checkpoints, Writers]:
+    config = Config.model_validate(
+        {"name": "t", "algorithm": "sft", "data": {}, "policy": {}, "checkpointing": {"async_save": background}}
+    )
+    writers, store = Writers(), CheckpointStore(tmp_path / "checkpoints", keep_top_k=1)
+    return Checkpoints(config, store, {"train": cast(WorkerGroup, writers)}, MagicMock(), MagicMock()), writers
 
 
 def save(checkpoints: Checkpoints, step: int) -> None:
@@ -50,38 +55,68 @@ def save(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.save()
 
 
+def entry(directory: Path) -> object:
+    return json.loads((directory / MANIFEST).read_text())["files"]["train/part"]
+
+
 def steps(checkpoints: Checkpoints) -> list[int]:
     return [checkpoint.state.step for checkpoint in checkpoints.store.all()]
 
 
-def test_a_save_is_published_with_what_workers_know_of_their_files(checkpoints: Checkpoints) -> None:
+def test_a_synchronous_save_is_complete_on_return(tmp_path: Path) -> None:
+    checkpoints, writers = make(tmp_path, background=False)
+    save(checkpoints, 1)
+    (latest,) = checkpoints.store.all()
+    assert (latest.directory / "train" / "part").exists()
+    assert writers.calls == ["save_checkpoint"]
+    assert entry(latest.directory) == {"size": 7, "crc32": 9}, "as the worker said, without reading it again"
+
+
+def test_a_background_save_is_published_when_all_workers_have_written(tmp_path: Path) -> None:
+    checkpoints, writers = make(tmp_path, background=True)
+    writers.written = False
+    save(checkpoints, 1)
+    checkpoints.finish_step(TrainState(1))
+    assert steps(checkpoints) == []
+    writers.written = True
+    checkpoints.finish_step(TrainState(1))
+    checkpoints.finish_step(TrainState(1))
+    assert steps(checkpoints) == [1] and writers.calls.count("finish_checkpoint") == 1
+
+
+def test_the_next_save_and_the_end_wait_for_the_pending_one(tmp_path: Path) -> None:
+    checkpoints, writers = make(tmp_path, background=True)
+    writers.written = False
     save(checkpoints, 1)
     save(checkpoints, 2)
-    (latest,) = checkpoints.store.all()
-    assert latest.state.step == 2 and (latest.directory / "train" / "part").exists()
-    entry = json.loads((latest.directory / MANIFEST).read_text())["files"]["train/part"]
-    assert entry == {"size": 7, "crc32": 9}, "without reading it again"
+    assert steps(checkpoints) == [1]
+    checkpoints.save_last()
+    assert steps(checkpoints) == [2]  # and keep_top_k holds
+    assert entry(checkpoints.store.root / "step_00000002") == {"size": 7, "crc32": 9}
 
 
-def test_a_failed_save_is_an_error_and_keeps_the_earlier_one(checkpoints: Checkpoints) -> None:
+def test_a_failed_background_save_is_an_error_and_keeps_the_earlier_one(tmp_path: Path) -> None:
+    checkpoints, writers = make(tmp_path, background=True)
     save(checkpoints, 1)
-    writers = cast(Writers, checkpoints.groups["train"])
+    checkpoints.save_last()
+    save(checkpoints, 2)
     writers.error = CheckpointError("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        save(checkpoints, 2)
+        checkpoints.save_last()
     assert steps(checkpoints) == [1] and not list(checkpoints.store.root.glob("*.tmp"))
-    writers.error = None
-    checkpoints.save()  # the same step, again
-    assert steps(checkpoints) == [2]
+    checkpoints.save_last()  # nothing is pending any more
 
 
-def test_weights_on_another_host_are_an_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    cast(Writers, checkpoints.groups["train"]).elsewhere = tmp_path / "of_another_host"
+@pytest.mark.parametrize("background", [False, True])
+def test_weights_on_another_host_are_an_error(tmp_path: Path, background: bool) -> None:
+    checkpoints, writers = make(tmp_path, background)
+    writers.elsewhere = tmp_path / "of_another_host"
     with pytest.raises(
         CheckpointError,
         match=r"step_00000001\.tmp/train, but the driver does not find it: their hosts do not share",
     ):
         save(checkpoints, 1)
+        checkpoints.save_last()
     assert steps(checkpoints) == [] and not list(checkpoints.store.root.glob("*.tmp"))
 
 

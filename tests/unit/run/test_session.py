@@ -81,7 +81,7 @@ def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pyt
     monkeypatch.setattr("dagrl.run.start.open_session", lambda *args: nullcontext(session))
     with pytest.raises(StopRequestedError), run_session(configuration()):
         raise StopRequestedError
-    assert session.checkpoints.save.called == enabled
+    assert session.checkpoints.save_last.called == enabled
 
 
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])

@@ -136,6 +136,10 @@ REFITS = {"prepare_refit", "weight_slices"}
         (run_config("sft", checkpointing={"export_hf": False}), SAVES),
         (run_config("sft"), {*SAVES, "export_hf"}),
         (
+            run_config("sft", checkpointing={"export_hf": False, "async_save": True}),
+            {*SAVES, "checkpoint_written", "finish_checkpoint"},
+        ),
+        (
             run_config("grpo", loss_fn={"reference_policy_kl_penalty": 0.0}),
             {*SAVES, *REFITS, "export_hf", "reset_optimizer"},
         ),

@@ -14,10 +14,14 @@ from hypothesis import given, strategies as st
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.runtime.shapes import Batch
+from dagrl.workers.train import checkpoint
+from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from dagrl.workers.train.microbatches import upload
 from dagrl.workers.train.offload import StateCopy, bucket_spans
 from dagrl.workers.train.optimizer import OptimizerSteps
+
+SHAPES = [((300, 7), torch.float32), ((5,), torch.bfloat16), ((2, 3, 4), torch.float32), ((1,), torch.int64)] * 40
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 20))
@@ -42,6 +46,23 @@ def test_a_state_that_comes_back_is_where_its_views_look() -> None:
         state.reload()
         assert view.tolist() == [value] * 5
         whole.fill_(2.0)
+
+
+def test_copies_share_buckets_but_are_saved_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "BUCKET_BYTES", 1 << 12)
+    staging = StagingBuffers()
+    values = [torch.randn(shape).to(dtype) for shape, dtype in SHAPES]
+    copies = [staging.room_for(value).copy_(value) for value in values]
+    for copy, value in zip(copies, values, strict=True):
+        assert torch.equal(copy, value) and copy.dtype == value.dtype
+        assert copy.untyped_storage().nbytes() == value.nbytes  # torch.save writes whole storages
+    assert sum(bucket.nbytes for bucket in staging._buckets) < sum(value.nbytes for value in values) * 2
+    assert all(bucket.nbytes.bit_count() == 1 for bucket in staging._buckets)  # powers of two, as pinned memory is rounded
+    assert len(staging._buckets) == 40  # each large copy needs its own bucket; the small ones fit after the first
+    value = torch.arange(6.0)
+    copy = staging.copy(value)
+    value.zero_()
+    assert copy.tolist() == [0, 1, 2, 3, 4, 5], "copies of host tensors are independent"
 
 
 def test_arrays_arrive_with_their_types_and_shapes() -> None:

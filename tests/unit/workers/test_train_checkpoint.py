@@ -23,7 +23,7 @@ from dagrl.workers.families.hf_config import SCORE, with_scalar_head
 from dagrl.workers.megatron.architecture import read_architecture, token_flops
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
-from dagrl.workers.train.checkpoint import Piece, disk_error, load, range_boxes, save, whole
+from dagrl.workers.train.checkpoint import Piece, Saving, disk_error, load, range_boxes, save, whole
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
 from tests.unit.run.full_disk import full_disk
@@ -59,9 +59,11 @@ def test_boxes_of_a_range_are_its_elements_in_order(data: st.DataObject) -> None
     assert len(boxes) <= 2 * len(shape) - 1
 
 
-def test_pieces_are_read_at_another_division(group: dist.ProcessGroup, tmp_path: Path) -> None:
-    files = save(tmp_path, [*rows(WEIGHT, 1, 5), whole("random", torch.arange(9))], group)
-    assert {path.name for path in tmp_path.iterdir()} == {".metadata", *files}
+@pytest.mark.parametrize("background", [False, True])
+def test_pieces_are_read_at_another_division(group: dist.ProcessGroup, tmp_path: Path, background: bool) -> None:
+    saving = Saving(str(tmp_path), [*rows(WEIGHT, 1, 5), whole("random", torch.arange(9))], group, background=background)
+    files = saving.finish(60)
+    assert saving.is_written and {path.name for path in tmp_path.iterdir()} == {".metadata", *files}
     assert files == {name: fingerprint(tmp_path / name) for name in files} and len(files) == 2
     found, columns = torch.zeros(6, 10), torch.zeros(6, 3)
     load(tmp_path, [*rows(found, 4, 2)], group)
@@ -89,13 +91,13 @@ def test_missing_tensors_are_an_error_and_change_nothing(group: dist.ProcessGrou
 
 
 def test_an_element_with_two_owners_is_not_saved(group: dist.ProcessGroup, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="w has overlapping chunks"):
+    with pytest.raises(ValueError, match="w has overlapping chunks"):
         save(tmp_path, [*rows(WEIGHT, 1, 5), Piece("w", WEIGHT[:2], (2, 0), (6, 10))], group)
 
 
 def test_a_full_disk_is_the_reason_of_a_failed_save(group: dist.ProcessGroup, tmp_path: Path) -> None:
     with full_disk(600), pytest.raises(CheckpointError, match="File too large"):
-        save(tmp_path, [whole("w", torch.zeros(100_000))], group)
+        Saving(str(tmp_path), [whole("w", torch.zeros(100_000))], group, background=False).finish(60)
     assert str(disk_error(ValueError("mine"))) == "mine"
 
 
