@@ -1,19 +1,26 @@
-"""Tries the user's reward functions on an example of each task before a run starts, to find mistakes."""
+"""Tries the user's reward functions and environment on an example of each task before a run starts, to find mistakes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config
+from dagrl.data.media import MediaProcessor, MediaStore
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError, RunError
 from dagrl.rl.functions.answers import Answers, Failed
+from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rewards import RewardFunction, RewardRunner, reward_functions
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group
 from dagrl.rl.rollout.scoring import reward_texts, reward_values
+from dagrl.rl.rollout.turns import open_turns
+from dagrl.telemetry.record import RunPaths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,11 +46,9 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
     if not own:
         return
     named = {item.name: config.reward.functions[item.name] for item in own if item.name}
-    examples, numbers = dict[str, Prompt](), 0
-    for prompt in prompts:
-        examples.setdefault(prompt.task, prompt)
+    examples, numbers = _first_of_tasks(prompts), 0
     with RewardRunner(config.reward.model_copy(update={"functions": named}), retries=False) as runner:
-        for prompt in examples.values():
+        for prompt in examples:
             group = _group(prompt, tokenizer)
             samples = [Sample(prompt, episode, prompt.reference or MADE_UP) for episode in group.episodes]
             try:
@@ -55,8 +60,54 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
         names = ", ".join(f"{item.key}.function {item.path}" for item in own)
         raise ConfigError(
             f"{names} returned None for every sample that was tried, which excludes it from training; return a number for "
-            f"samples to learn from. Tried: the {_completion(next(iter(examples.values())))}"
+            f"samples to learn from. Tried: the {_completion(examples[0])}"
         )
+
+
+def try_environment(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerFast,
+    processor: MediaProcessor | None = None,
+) -> None:
+    """Begins the first example of each task, and answers with its reference, or a made-up text, as the policy's turn.
+
+    Raises ConfigError if the environment fails, or if what it says cannot be tokenized.
+    """
+    path = config.environment.function
+    if path is None or path.startswith(SHIPPED):
+        return
+    examples = _first_of_tasks(prompts)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="dagrl-"))  # images come into the run's directory
+        trial = config.with_keys({"environment.num_workers": 1, "output_dir": scratch})
+        shown = [medium for prompt in examples if prompt.media is not None for medium in prompt.media.items]
+        MediaStore(RunPaths.of(trial).media, config.data.images).add(shown)
+        turns = stack.enter_context(open_turns(trial, tokenizer, processor))
+        for number, prompt in enumerate(examples):
+            group = new_group(config, number, 0, prompt, [0])
+            (episode,) = group.episodes
+            ready = turns.start([group])
+            while turns.awaited:
+                wait(turns.awaited)
+                ready += turns.take()
+                if ready and not episode.turns:
+                    tokens = _tokens(prompt, tokenizer)
+                    result = FinishedRequest(0, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop")
+                    episode.append(result)
+                    episode.turns += 1
+                    turns.finish([((group, episode), result)])
+            if episode.failure:
+                turn = f"Its turn: the {_what(prompt)}" if episode.turns else "It had no turn yet"
+                raise ConfigError(f"environment.function {path}: {episode.failure}. Tried: {prompt.source}. {turn}")
+            turns.abort(group)
+
+
+def _first_of_tasks(prompts: Sequence[Prompt]) -> list[Prompt]:
+    examples = dict[str, Prompt]()
+    for prompt in prompts:
+        examples.setdefault(prompt.task, prompt)
+    return list(examples.values())
 
 
 def _numbers(item: RewardFunction, answers: Answers, prompt: Prompt) -> int:
@@ -72,13 +123,20 @@ def _numbers(item: RewardFunction, answers: Answers, prompt: Prompt) -> int:
 
 
 def _completion(prompt: Prompt) -> str:
-    what = "reference" if prompt.reference else f"made-up completion {MADE_UP!r}"
-    return f"{what} of {prompt.source}, {SAMPLES} times in a batch"
+    return f"{_what(prompt)} of {prompt.source}, {SAMPLES} times in a batch"
+
+
+def _what(prompt: Prompt) -> str:
+    return "reference" if prompt.reference else f"made-up completion {MADE_UP!r}"
+
+
+def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return list(tokenizer.encode(prompt.reference or MADE_UP, add_special_tokens=False))
 
 
 def _group(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> RolloutGroup:
     """Returns a finished group whose completions are the reference."""
-    tokens = list(tokenizer.encode(prompt.reference or MADE_UP, add_special_tokens=False))
+    tokens = _tokens(prompt, tokenizer)
     columns = {"tokens": tokens, "logprobs": [0.0] * len(tokens), "versions": [0] * len(tokens)}
     episodes = [
         Episode(prompt, 0, len(tokens), **columns, sampled=[True] * len(tokens), finish_reason="stop", turns=1)  # type: ignore[arg-type]

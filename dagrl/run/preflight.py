@@ -48,7 +48,7 @@ from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores, is_unpaired
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
-from dagrl.rl.task_trial import try_rewards
+from dagrl.rl.task_trial import try_environment, try_rewards
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.rl.trial import try_algorithm
 from dagrl.run.checkpoint_store import CheckpointStore
@@ -218,6 +218,7 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     _check_metric(inputs, plan)
     if plan.generates:
         try_rewards(inputs.config, inputs.prompts, tokenizer)
+        try_environment(inputs.config, inputs.prompts, tokenizer, inputs.processor)
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs

@@ -1,10 +1,10 @@
-"""Each kind of bad reward is found on an example of each task, before anything starts."""
+"""Each kind of bad reward and environment is found on an example of each task, before anything starts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ import torch
 from dagrl.config import Config
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
-from dagrl.rl.task_trial import try_rewards
+from dagrl.rl.functions.episodes import Step
+from dagrl.rl.task_trial import try_environment, try_rewards
 from dagrl.run.model import character_tokenizer
 from tests.unit.rl.in_process import in_process
 
@@ -110,3 +111,54 @@ def test_a_good_reward_gets_the_reference_of_the_first_example_of_each_task(capl
         tried(**own(right))
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2 and "1.0 for the reference of row 0" in texts[0] and "row 2" in texts[1]
+
+
+class Counts:
+    """Wants the sum `1=`, and answers as `kind` says."""
+
+    closed: ClassVar[list[str]] = []
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def reset(self, example: Any) -> Any:
+        self.task = example["task"]
+        return 3 if self.kind == "number" else None
+
+    def step(self, completion: str) -> Any:
+        if self.kind == "words" and self.task == "words":
+            raise KeyError("word")
+        replies = {"judge": [{"role": "judge", "content": "1"}], "reward": Step("1", reward=float("nan"))}
+        return replies.get(self.kind, "2")
+
+    def close(self) -> None:
+        self.closed.append(self.task)
+
+
+def tried_environment(kind: str) -> None:
+    checks = "{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
+    tokenizer = character_tokenizer("0123456789=", "{% for m in messages %}" + checks + "{{ m.content }}{% endfor %}=")
+    chosen = config(function=None).with_keys(
+        {"environment.function": f"{__name__}:Counts", "environment.args": {"kind": kind}}
+    )
+    try_environment(chosen, PROMPTS, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("number", "Counts: it returned 3; expected: a text.* Tried: row 0. It had no turn yet"),
+        ("words", "Counts: KeyError: 'word'.* Tried: row 2. Its turn: the reference"),
+        ("judge", "the chat template rejects the reply .*: no judges"),
+        ("reward", "it returned the reward nan; expected: a finite number"),
+    ],
+)
+def test_a_bad_environment_is_an_error_before_the_run(kind: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tried_environment(kind)
+
+
+def test_a_good_environment_is_closed_after_its_trial() -> None:
+    Counts.closed.clear()
+    tried_environment("good")
+    assert Counts.closed == ["sums", "words"]
