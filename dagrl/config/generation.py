@@ -83,7 +83,9 @@ class ColocatedConfig(Section):
     enabled: bool = derived(False, "true on a machine with GPUs if no layout is set and both roles may take turns")
     """Place both groups on the same GPUs."""
 
-    exchange: Literal["auto", "always", "never"] = "auto"
+    exchange: Literal["auto", "always", "never"] = derived(
+        "auto", "never if the predicted peaks of both roles fit the GPUs (`dagrl inspect --memory`); else auto"
+    )
     """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during
     warm-up. always: everything. never: nothing, and a run ends if memory is too small."""
 

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, VllmConfig
+from dagrl.config.plan import RunPlan
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
 from dagrl.data.chat import Chat
 from dagrl.errors import ConfigError
@@ -24,7 +25,16 @@ from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.memory import ENGINE_ROOM, Decoder, saved_bytes, size_of, state_bytes, train_memory, weight_count
+from dagrl.run.memory import (
+    ENGINE_ROOM,
+    Decoder,
+    run_memory,
+    saved_bytes,
+    size_of,
+    state_bytes,
+    train_memory,
+    weight_count,
+)
 from dagrl.run.model import language_keys
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ CACHE_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
 
 START_SHARE = 0.8
-"""Largest part of a GPU that colocated roles are planned to take when they start together."""
+"""Largest part of a GPU that colocated roles are planned to take when they start together, or at their peaks."""
 
 LEAST_CACHE = 1 << 30
 """Bytes of the smallest derived KV cache of a GPU."""
@@ -471,6 +481,18 @@ def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_byte
     if training + generation <= START_SHARE * (derived.gpu_bytes or gpu_memory()):
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
         derived.set(key, True, reason)
+        _stay(derived, hf_config)
+
+
+def _stay(derived: Derived, hf_config: Mapping[str, Json]) -> None:
+    """Keeps the memory of both roles on the GPUs if their peaks are predicted to fit: they need not be measured in turns."""
+    config, gpu = derived.config, derived.gpu_bytes or gpu_memory()
+    roles = run_memory(config, RunPlan.of(config), hf_config, gpu)
+    predicted = generation_config(config).colocated.start_together and not any(role.unknown for role in roles)
+    if not predicted or sum(role.total for role in roles) > START_SHARE * gpu:
+        return
+    peaks = " and ".join(f"{role.total / 2**30:.0f} GiB of {role.role}" for role in roles)
+    derived.set(f"{ROLLOUT}.colocated.exchange", "never", f"at their peaks, {peaks} fit the GPU")
 
 
 def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:

@@ -152,16 +152,21 @@ def test_colocated_engines_cache_all_sequences_and_no_more(machine: Any, new_tok
     assert (found is None) == (not fits) and (found is None or needed < found < 1.1 * needed)
 
 
-@pytest.mark.parametrize(("gib", "new_tokens", "together"), [(80, 128, True), (50, 128, False), (80, 1024, False)])
+@pytest.mark.parametrize(
+    ("gib", "new_tokens", "together", "stay"),
+    [(80, 128, True, True), (64, 128, True, False), (50, 128, False, False), (80, 1024, False, False)],
+)
 def test_colocated_engines_start_next_to_training_where_both_fit(
-    machine: Any, gib: int, new_tokens: int, together: bool
+    machine: Any, gib: int, new_tokens: int, together: bool, stay: bool
 ) -> None:
-    """Training takes 13.5 GB, generation 30 GB with 22 GB of KV cache; the cache of 1,024 new tokens is not known."""
+    """Training takes 13.5 GB, 30 at its peak, and generation 31 GB with 22 GB of KV cache; that of 1,024 new tokens is not
+    known. Where the peaks fit, nothing ever leaves, and training is warmed up while the engine starts."""
     machine(1, gib)
     config = resolve(minimal(policy={"generation": {"max_new_tokens": new_tokens}})).config
     start = RunPlan.of(config).start
     assert [one.after for one in start.groups] == [None, None if together else "train"]
-    assert start.resident == together and not start.early
+    assert start.resident == together and start.early == stay
+    assert (generation_config(config).colocated.exchange == "never") == stay
     assert (generation_config(config).vllm_cfg.kv_cache_memory_bytes is not None) == (new_tokens == 128)
 
 
