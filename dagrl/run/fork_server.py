@@ -111,11 +111,8 @@ class Server:
 
 
 def forks_here(cluster: ClusterConfig) -> bool:
-    """Whether a run forks its workers: on a machine of its own, with GPUs only if the imports are to be kept.
-
-    Forked workers have not been run on GPUs yet.
-    """
-    return cluster.address is None and sys.platform == "linux" and (cluster.keep_imports_s > 0 or not gpu_count())
+    """Whether a run forks its workers: on a machine of its own, not on the nodes of a running cluster."""
+    return cluster.address is None and sys.platform == "linux"
 
 
 def some_server() -> bool:
