@@ -274,11 +274,8 @@ def _imports_begun(config: Config) -> Iterator[Server | None]:
     if not forks_here(config.cluster) or (config.cluster.keep_imports_s and some_server()):
         yield None
         return
-    server = Server()
-    try:
+    with Server() as server:
         yield server
-    finally:
-        server.kill()
 
 
 def _config(options: argparse.Namespace) -> None:

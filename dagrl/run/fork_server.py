@@ -33,7 +33,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from dagrl.errors import DeadlineError, RunError
 from dagrl.machine import gpu_count
@@ -82,9 +82,11 @@ class Kind(NamedTuple):
 
 
 class Server:
-    """A server, which imports `common` until `serve` gives it its kinds. It ends with this process, or as `serve` says."""
+    """A server, which imports `common` until `serve` gives it its kinds. It ends with this process, and as a context manager
+    with the block, unless it `stays` for other runs: then as `serve` says."""
 
     def __init__(self, common: Sequence[str] = COMMON) -> None:
+        self.stays = False
         self.pipe, theirs = socket.socketpair()
         with theirs:
             self.process = Popen(  # noqa: S603
@@ -96,8 +98,16 @@ class Server:
                 process_group=0,  # a terminal's signals are for the driver
             )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.stays:
+            self.kill()
+
     def serve(self, control: socket.socket, kinds: Mapping[bytes, socket.socket], idle_s: float) -> None:
         """Forks templates of `kinds`, with their sockets, and stays for `idle_s` after the last connection to `control`."""
+        self.stays = idle_s > 0
         files = [listener.fileno() for listener in (control, *kinds.values())]
         with suppress(BrokenPipeError), self.pipe:  # it has ended: nothing is forked
             socket.send_fds(self.pipe, [b"\0"], files)

@@ -126,9 +126,11 @@ def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
     """Its imports are dagrl's: what others import may change."""
     variables = {"KIND": uuid.uuid4().hex}
     parents = []
-    for server in [ForkServer({"train": Kind(cpu_count, variables)}, idle_s=0.5, server=Server(())) for _ in range(2)]:
-        parents.append(_run(server, "train", tmp_path, **variables)[0]["parent"])
-        server.end()
+    for _ in range(2):
+        with Server(()) as started:
+            server = ForkServer({"train": Kind(cpu_count, variables)}, idle_s=2.0, server=started)
+            parents.append(_run(server, "train", tmp_path, **variables)[0]["parent"])
+            server.end()
     assert len(set(parents)) == 1
     until = time.monotonic() + 30
     while (left := Path(f"/proc/{parents[0]}").exists()) and time.monotonic() < until:
