@@ -203,7 +203,9 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
     try:
         with gc_paused():
             import vllm.v1.engine.llm_engine
+            from torch._inductor import config
 
+            config.compile_threads = 1  # as vLLM's TORCHINDUCTOR_COMPILE_THREADS, which torch may have read before
             with features.without_torchvision():
                 for architecture in hf_config.get("architectures") or ():
                     entry = vllm.ModelRegistry.models.get(architecture)
