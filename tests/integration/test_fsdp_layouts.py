@@ -220,6 +220,40 @@ def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_m
     np.testing.assert_allclose(losses, expected, atol=2e-3)  # it multiplies in bfloat16
 
 
+def test_any_optimizer_is_found_by_its_path(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    """One without fused kernels for shards."""
+    from transformers import AutoModelForCausalLM
+
+    batch, optimizer = reference.make_batch(), {**UNCLIPPED, "name": "torch.optim:SGD", "args": {"momentum": 0.5}}
+    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), optimizer=optimizer)
+    wanted = config.policy.optimizer
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    decays = {True: wanted.weight_decay, False: 0.0}
+    groups = [
+        {"params": [one for one in model.parameters() if (one.ndim > 1) is matrices], "weight_decay": decay}
+        for matrices, decay in decays.items()
+    ]
+    plain, expected = torch.optim.SGD(groups, lr=wanted.lr, momentum=0.5), []
+    for _ in range(reference.STEPS):
+        loss = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
+        model.zero_grad()
+        loss.backward()
+        plain.step()
+        expected.append(loss.item())
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+
+
+def test_an_optimizer_that_cannot_update_shards_is_an_error(
+    megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+) -> None:
+    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), optimizer={"name": "torch.optim:Rprop"})
+    message = r"torch\.optim:Rprop, which cannot update the weights of this layout: RuntimeError"
+    with pytest.raises(WorkerError, match=message), megatron_pool.group(config.policy.train_layout, config, kind="fsdp"):
+        pass
+
+
 PADDED: dict[str, Any] = {}
 ARCHITECTURES = [
     ("Cohere2ForCausalLM", "dp2", PACKED_ROWS),  # scaled logits

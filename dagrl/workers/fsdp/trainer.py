@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dagrl.config import Config
+from dagrl.errors import ConfigError
 from dagrl.imports import load_class
 from dagrl.refit.sources import local_of
 from dagrl.rl.routed_experts import RoutedLayers
@@ -251,13 +252,24 @@ class ShardedModel:
             groups[getattr(updated, "device_mesh", None), updated.ndim > 1].append(updated)
         decays = {True: wanted.weight_decay, False: 0.0}
         sections = [{"params": some, "weight_decay": decays[matrices]} for (_, matrices), some in groups.items()]
-        usual = {"betas": (wanted.adam_beta1, wanted.adam_beta2), "eps": wanted.adam_eps, "fused": True}
         known = inspect.signature(kind).parameters
-        arguments = {name: value for name, value in usual.items() if name in known and kind is not torch.optim.Muon} | args
-        optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **arguments)
+        usual: dict[str, Any] = {"betas": (wanted.adam_beta1, wanted.adam_beta2), "eps": wanted.adam_eps}
+        # Those of Muon and Adafactor are others.
+        fitting = [name for name in usual if name in known and type(known[name].default) in (type(usual[name]), type)]
+        if issubclass(kind, torch.optim.Adam):  # AdamW is one; DTensors have no other fused kernels
+            args = {"fused": True} | args
+        if kind is not torch.optim.Muon:
+            args = {name: usual[name] for name in fitting} | args
         for name in names:
             self._updated[name].grad = torch.zeros_like(self._updated[name])
-        optimizer.step()
+        try:
+            optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **args)
+            optimizer.step()
+        except Exception as error:  # of a class of anyone's
+            raise ConfigError(
+                f"policy.optimizer.name is {wanted.name}, which cannot update the weights of this layout: "
+                f"{type(error).__name__}: {' '.join(str(error).split())} Choose another optimizer"
+            ) from error
         optimizer.zero_grad()
         for state in optimizer.state.values():
             if "step" in state:
