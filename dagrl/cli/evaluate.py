@@ -16,7 +16,7 @@ from dagrl.config.file import load_config
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
 from dagrl.files import write_whole
-from dagrl.run.evaluate import Evaluation, Report, evaluate
+from dagrl.run.evaluate import Evaluation, Report, against, evaluate
 
 
 def run_evaluation(options: argparse.Namespace) -> str:
@@ -38,7 +38,9 @@ def run_evaluation(options: argparse.Namespace) -> str:
         raise ConfigError("--train and --set were both given; a standard set has no prompts of training")
     reports: dict[str, Report] = {}
     for config in configs:
-        reports[str(config.policy.model_name)] = evaluate(config, wanted)
+        report = evaluate(config, wanted)
+        first = next(iter(reports.values()), None)
+        reports[str(config.policy.model_name)] = report if first is None else against(first, report, wanted)
         if options.json is not None:  # after each: the next one may fail
             content = [{"model": name, **_content(report)} for name, report in reports.items()]
             write_whole(options.json, json.dumps(content, indent=1, ensure_ascii=False))

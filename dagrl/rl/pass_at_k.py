@@ -1,7 +1,11 @@
-"""pass@k, the probability that at least one of k samples of a prompt is right, and the interval of a share."""
+"""pass@k, the probability that at least one of k samples of a prompt is right, and the interval of a share.
+
+`gain` compares two models on the same prompts, which is finer than two intervals beside each other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import comb, sqrt
 
 Z = 1.959964
@@ -37,3 +41,20 @@ def with_interval(name: str, share: float, count: int) -> dict[str, float]:
     """Returns the share as `name`, and its interval as `<name>_low` and `<name>_high`."""
     low, high = interval(share, count)
     return {name: share, f"{name}_low": low, f"{name}_high": high}
+
+
+def gain(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
+    """Returns by how much the mean share of right completions of the same prompts grew, as `name`, and its 95 % interval.
+
+    `before` and `after` have the share of each prompt. The interval is that of a normal distribution around the mean of the
+    differences. `<name>_p` is the probability of a difference at least as large if both models were equally good (the exact
+    test of McNemar 1947, "Note on the sampling error of the difference between correlated proportions or percentages"): of
+    the prompts on which they differ, either one is ahead like a coin's side.
+    """
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    mean = sum(differences) / len(differences)
+    half = Z * sqrt(sum((one - mean) ** 2 for one in differences)) / len(differences)
+    ahead, behind = sum(one > 0 for one in differences), sum(one < 0 for one in differences)
+    count = ahead + behind
+    chance = 2 * sum(comb(count, fewer) for fewer in range(min(ahead, behind) + 1)) / 2**count
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half, f"{name}_p": min(1.0, chance)}

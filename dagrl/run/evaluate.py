@@ -25,7 +25,7 @@ from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.benchmarks import rewards_of_sets
 from dagrl.rl.functions.answers import Answers
-from dagrl.rl.pass_at_k import pass_at_k, with_interval
+from dagrl.rl.pass_at_k import gain, pass_at_k, with_interval
 from dagrl.rl.rewards import RewardRunner, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.rollouts import Rollouts
@@ -182,6 +182,24 @@ def _report(completions: list[list[Completion]], wanted: Evaluation) -> Report:
         if task
     }
     return Report({**rows, ALL: summary(completions, wanted)}, completions)
+
+
+def against(first: Report, report: Report, wanted: Evaluation) -> Report:
+    """Returns `report` with `greedy/gain` and `sampled/gain` over another model's report of the same prompts."""
+    pairs = list(zip(first.completions, report.completions, strict=True))
+    rows = {}
+    for task, row in report.rows.items():
+        chosen = [pair for pair in pairs if task in (ALL, pair[0][0].sample.prompt.task)]
+        gains: dict[str, float] = {}
+        for name, greedy in (("greedy", True), ("sampled", False)):
+            if f"{name}/right" in row:
+                before, after = (
+                    [_mean([_is_right(one, wanted) for one in pair[side] if one.greedy is greedy]) for pair in chosen]
+                    for side in (0, 1)
+                )
+                gains |= gain(f"{name}/gain", before, after)
+        rows[task] = {**row, **gains}
+    return Report(rows, report.completions)
 
 
 def summary(completions: Sequence[Sequence[Completion]], wanted: Evaluation) -> dict[str, float]:

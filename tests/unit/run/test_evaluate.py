@@ -12,11 +12,11 @@ from dagrl.config import Config
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError
 from dagrl.rl.environments import FAILED
-from dagrl.rl.pass_at_k import interval, pass_at_k
+from dagrl.rl.pass_at_k import gain, interval, pass_at_k
 from dagrl.rl.rewards import RewardRunner, Rewards
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
-from dagrl.run.evaluate import Completion, Evaluation, _report, completions_of
+from dagrl.run.evaluate import Completion, Evaluation, _report, against, completions_of
 
 WANTED = Evaluation(samples=3, ks=(1, 2, 3), right_from=0.5)
 
@@ -54,6 +54,23 @@ def test_tasks_have_rows_of_their_own() -> None:
     assert rows["words"]["sampled/reward"] == pytest.approx(0.65), "a completion without a reward is in no mean"
     assert rows["words"]["sampled/right"] == pytest.approx(1 / 3) and rows["words"]["failed"] == 2.0
     assert rows["all"]["greedy/right"] == pytest.approx(1 / 3) and rows["all"]["prompts"] == 3.0
+
+
+def test_a_second_model_is_compared_prompt_by_prompt() -> None:
+    first = [completions("sums", 0.0, 1.0, 0.0, 0.0), completions("words", 0.0, 0.0, 0.0, None)]
+    second = [completions("sums", 1.0, 1.0, 1.0, 0.0), completions("words", 0.0, 0.0, 0.0, 1.0)]
+    report = _report(second, WANTED)
+    rows = against(_report(first, WANTED), report, WANTED).rows
+    assert rows["sums"].items() >= report.rows["sums"].items()
+    assert rows["sums"]["greedy/gain"] == 1.0 and rows["words"]["greedy/gain"] == 0.0 and rows["all"]["greedy/gain"] == 0.5
+    assert rows["all"]["sampled/gain"] == pytest.approx(1 / 3) and rows["words"]["greedy/gain_p"] == 1.0
+    greedy_only = Evaluation(samples=0, ks=())
+    alone = [completions("", 1.0)]
+    assert not [
+        name
+        for name in against(_report(alone, greedy_only), _report(alone, greedy_only), greedy_only).rows["all"]
+        if name.startswith("sampled")
+    ]
 
 
 def test_without_tasks_there_is_one_row() -> None:
@@ -107,3 +124,18 @@ def test_the_interval_is_wilsons(right: int, count: int) -> None:
 def test_an_interval_needs_a_trial() -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
         interval(0.0, 0)
+
+
+def test_a_gain_is_that_of_pairs() -> None:
+    """McNemar's example as in Agresti, "Categorical Data Analysis", table 10.1: 86 and 150 of 1,600 changed their minds."""
+    before = [1.0] * (794 + 150) + [0.0] * (86 + 570)
+    after = [1.0] * 794 + [0.0] * 150 + [1.0] * 86 + [0.0] * 570
+    found = gain("gain", before, after)
+    assert found["gain"] == pytest.approx(-0.04)
+    assert (found["gain_low"], found["gain_high"]) == pytest.approx((-0.0587, -0.0213), abs=5e-5)
+    assert found["gain_p"] == pytest.approx(sum(math.comb(236, k) for k in range(87)) / 2**235)
+    assert 1e-5 < found["gain_p"] < 1e-4
+
+
+def test_equal_answers_are_no_gain() -> None:
+    assert gain("gain", [1.0, 0.0], [1.0, 0.0]) == {"gain": 0.0, "gain_low": 0.0, "gain_high": 0.0, "gain_p": 1.0}
