@@ -67,9 +67,20 @@ LAUNCH_S = 4.5e-3  # to launch a layer's kernels for a microbatch, forward and b
 WAITING = 0.2  # share of a phase from which on launches on other hosts would make another time
 PHASE_S = 0.012  # of a phase, in which rows are split and copied, and metrics read
 
-# Of engines: seconds of a layer with any batch, bytes moved to sample from a logit, share of the memory's rate at which KV
-# caches are read, and seconds to begin and end a request.
-LAYER_S, SAMPLED_BYTES, CACHE, REQUEST_S = 51e-6, 160, 0.98, 0.7e-3
+
+@dataclass(frozen=True)
+class EngineRates:
+    """Seconds of a layer with any batch, bytes moved to sample from a logit, share of the memory's rate at which KV caches
+    are read, and seconds to begin and end a request."""
+
+    layer_s: float
+    sampled_bytes: float
+    cache: float
+    request_s: float
+
+
+ENGINE = EngineRates(49e-6, 59, 1.03, 0.49e-3)  # more than the memory's rate, as samples of a prompt share its cache
+PLAIN_ENGINE = EngineRates(51e-6, 160, 0.98, 0.7e-3)  # with vLLM's own attention and scores
 
 REFIT_S, COPIES = 0.002, 3  # of a refit without its bytes; how often a GPU's memory moves those that stay on it
 
@@ -208,6 +219,7 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
     engine, lengths = generation_config(config).vllm_cfg, rows.completions[:: generation_config(config).vllm_cfg.layout.dp]
     tp, width, active = engine.layout.tp, 4 if generation_dtype(config) == "float32" else 2, active_weights(model)
     prompt = (rows.tokens - sum(rows.completions)) / len(rows.completions)
+    rates = PLAIN_ENGINE if config.policy.deterministic else ENGINE
     running, waiting = list[tuple[float, float]](), list(reversed(lengths))  # the last and the first step of each
     now = decoding = 0.0
     while waiting or running:  # where a sequence ends, another begins
@@ -217,15 +229,17 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
         context = prompt + now + steps / 2 - sum(begin for _, begin in running) / count
         touched = 1 - (1 - model.chosen / model.experts) ** count if model.experts else 0.0  # share of the experts
         read = width * (model.dense_weights + touched * model.expert_weights + model.embedding) / gpu.memory
-        each = (2 * width * model.layers * model.keys * context / CACHE + SAMPLED_BYTES * model.vocabulary) / gpu.memory
+        each = (
+            2 * width * model.layers * model.keys * context / rates.cache + rates.sampled_bytes * model.vocabulary
+        ) / gpu.memory
         products = max(read, 2 * count * (active + model.embedding) / (PRODUCTS * gpu.flops))
-        decoding += steps * (LAYER_S * model.layers + (products + count * each) / tp)
+        decoding += steps * (rates.layer_s * model.layers + (products + count * each) / tp)
         now = running[0][0]
         while running and running[0][0] <= now:
             heapq.heappop(running)
     prompts = len(lengths) / config.grpo.num_generations_per_prompt  # whose cache their samples share
     prefill = 2 * active * prompts * prompt / tp / (PRODUCTS * gpu.flops)
-    parts = {"decoding": decoding, "prompts": prefill, "requests": REQUEST_S * len(lengths)}
+    parts = {"decoding": decoding, "prompts": prefill, "requests": rates.request_s * len(lengths)}
     return parts, f"{len(lengths)} completions of {sum(lengths) / len(lengths):,.0f} tokens in {now:,.0f} engine steps"
 
 

@@ -57,6 +57,7 @@ GENERATION = [  # model, sequences, completion, file, row: fitted, too
     ("0.6b", 1024, 256, "4x-nvidia-h200/2026-11-27/peers-generate.json", 1),
     ("0.6b", 64, 4096, "4x-nvidia-h200/2026-11-27/peers-generate-long.json", 0),
 ]
+DECODING = "1x-nvidia-h200/2026-11-29/decode.json"  # rows fitted to, too: with our attention, 384 tokens
 SFT = [  # as `FITTED`, with the name in docs/gpu.md
     ("SFT, 8B with 28 layers", "8b@28:dp1", 64, 2048, 1, "2x-nvidia-h200/2026-11-26/train-8b.json", 0),
     ("SFT, 4B with 18 layers", "4b@18:dp1", 16, 2048, 2, "2x-nvidia-h200/2026-11-26/train-checkpoint.json", 0),
@@ -113,7 +114,9 @@ def grpo(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int, completion
     monkeypatch.setattr(workloads, "gpus", lambda: [Gpu("GPU-0", "NVIDIA H200", 143771, "580", (9, 0))])
     case = rollout_case("", model, str(sequences), completion, micro=micro, tiny=False, kv_share=0.4)
     config = Config.model_validate(grpo_config(case, Path("m")))
-    config = config.with_keys({"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True})  # `FLASH`
+    config = config.with_keys(
+        {"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True}
+    )  # `FLASH`, vLLM's own kernels
     return config, generated_rows(config, [case.prompt])
 
 
@@ -146,6 +149,16 @@ def test_rates_of_engines_are_those_of_their_runs(
 ) -> None:
     predicted = grpo_step(monkeypatch, model, sequences, completion, 1)["generate"]
     assert predicted == pytest.approx(seconds_of(file, row), rel=0.06)
+
+
+@pytest.mark.parametrize("row", [row for row in range(22) if "attention" in row_of(DECODING, row)["with"]])
+def test_rates_of_our_kernels_are_those_of_their_runs(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = row_of(DECODING, row)
+    config, rows = grpo(monkeypatch, run["model"], run["sequences"], 384, 1)
+    config = config.with_keys({"policy.deterministic": False})
+    shape = workloads.SHAPES[workloads.MODELS[run["model"]]].config
+    (phase,) = (time for time in run_times(config, RunPlan.of(config), shape, H200, rows) if time.phase == "generate")
+    assert phase.seconds == pytest.approx(run["whole_s"], rel=0.07)
 
 
 def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +200,9 @@ def test_phases_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_run_with_lengths_that_differ_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config, times = step_times(load_config("dagrl/bench/gpu/step.yaml", ["cluster.num_gpus=2"]), "H200")
+    config, times = step_times(
+        load_config("dagrl/bench/gpu/step.yaml", ["cluster.num_gpus=2", "policy.deterministic=true"]), "H200"
+    )
     assert [time.phase for time in times] == ["generate", "reference_logprobs", "train_step", "refit", "overhead"]
     result = json.loads((RESULTS / "2x-nvidia-h200/2026-11-28/third-form.json").read_text())
     name = "GRPO, 0.6B, 256 x (120 + 1 to 1,024), reference policy, two GPUs"
