@@ -77,6 +77,8 @@ class Fleet:
         same = bool(gpus_per_worker(config.cluster)) == bool(gpu_count())  # imports see the GPUs that workers will
         if same and forks_here(config.cluster):
             self._forks = fork_server(config, classes, self._server)
+        if self._forks is None and self._server is not None:
+            self._server.kill()
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
         """Begins a call of what needs torch, which the driver does without; here if nothing is imported elsewhere.

@@ -162,6 +162,16 @@ def colocated(*keys: str) -> Config:
     return load_config(EXAMPLE, [*sections, "policy.megatron_cfg.data_parallel_size=1"])
 
 
+def test_imports_that_no_worker_can_be_forked_from_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not see the GPUs that the workers will, or no worker class says what it imports."""
+    config = load_config(EXAMPLE)
+    for gpus, classes in ((1, {}), (0, {"train": object})):
+        monkeypatch.setattr("dagrl.run.fleet.gpu_count", lambda gpus=gpus: gpus)
+        server = MagicMock()
+        Fleet(server=server).begin_imports(config, classes)
+        server.kill.assert_called_once_with()
+
+
 class SlowGeneration:
     """Stands for `WorkerGroup.create`: generation starts once `go_on` is set, and raises `error` if there is one."""
 
