@@ -1,7 +1,7 @@
 """Answers in OpenAI's format.
 
     answer = ChatFormat(body, token_text, prompt).whole(result, text, calls)
-    chunks_of(answer)                                    # as a stream
+    chunks_of(answer, usage=False)                       # as a stream
 
 Every answer and every chunk has `policy_versions`: the versions of the policy that made its tokens, in ascending order.
 """
@@ -63,14 +63,15 @@ class ChatFormat:
         return {"logprobs": {"content": content, "refusal": None}, **ids}
 
 
-def chunks_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the chunks of a whole answer: one with everything, and one with the counts of tokens."""
+def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
+    """Returns the chunks of a whole answer: one with everything, and with `usage` one without choices, for the counts of
+    tokens. A client that did not ask for it reads `choices[0]` of every chunk."""
     (choice,) = answer["choices"]
     calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
     delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
     head = {**answer, "object": "chat.completion.chunk"}
-    usage = head.pop("usage")
-    return [{**head, "choices": [{**choice, "delta": delta}]}, {**head, "choices": [], "usage": usage}]
+    counts = {**head, "choices": [], "usage": head.pop("usage")}
+    return [{**head, "choices": [{**choice, "delta": delta}]}, *([counts] if usage else [])]
 
 
 def _call(identity: str, call: Call) -> dict[str, Any]:

@@ -152,7 +152,8 @@ class EndpointServer:
         answer = await reply.whole(request)
         if not body.stream:
             return JSONResponse(answer)
-        events = [*map(json.dumps, chunks_of(answer)), "[DONE]"]
+        chunks = chunks_of(answer, usage=bool(body.stream_options.get("include_usage")))
+        events = [*map(json.dumps, chunks), "[DONE]"]
         return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")
 
     def _episode(self, request: Request) -> AgentEpisode:

@@ -215,7 +215,8 @@ def test_a_stream_has_the_same_text_and_tokens(served: Served) -> None:
     assert [item.logprob for item in choice.logprobs.content] == pytest.approx(row.logprobs)
     assert choice.finish_reason == "stop" and usage.policy_versions == [3, 4, 5, 6, 7]
     answered = [*ASKED, {"role": "assistant", "content": choice.delta.content}, {"role": "user", "content": "go on"}]
-    served.chat(answered, "x")
+    (only,) = served.chat(answered, "x", stream=True)
+    assert only.choices[0].delta.content == "x" and only.usage is None, "without include_usage every chunk has a choice"
     assert len(served.rows()) == 1
 
 
