@@ -89,6 +89,20 @@ def unpackable(config: Config, hf_config: Mapping[str, Json]) -> str:
     return unseparated(kind, model, chosen, images=config.data.images.enabled)
 
 
+def _check_heads(policy: PolicyConfig, hf_config: Mapping[str, Json], ranks: int) -> None:
+    """Raises ConfigError if tensor-parallel ranks cannot have as many heads each, in any layer."""
+    from dagrl.workers.fsdp.architecture import find_config, layer_configs
+
+    for layer in layer_configs(find_config(policy, hf_config, scalar=bool(hf_config.get(SCALAR_HEAD)))):
+        for name in (*layer.attribute_map, *layer.to_dict()):
+            heads = getattr(layer, name, None) if name.endswith(("_attention_heads", "_key_value_heads")) else None
+            if isinstance(heads, int) and heads % ranks:
+                raise ConfigError(
+                    f"the model has {name} = {heads}, which policy.fsdp_cfg.tensor_parallel_size {ranks} does not divide; "
+                    "choose a size that does"
+                )
+
+
 def _check_optimizer(wanted: OptimizerConfig) -> None:
     """Raises a UserError for an optimizer that is not installed, or that does not take the arguments."""
     kind = load_class(wanted.name, "policy.optimizer.name")
@@ -124,13 +138,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     check_settings(config)
     _check_optimizer(config.policy.optimizer)
     policy, layout = config.policy, config.policy.train_layout
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = hf_config.get(name)
-        if isinstance(heads, int) and heads % layout.tp:
-            raise ConfigError(
-                f"the model has {name} = {heads}, which policy.fsdp_cfg.tensor_parallel_size {layout.tp} does not divide; "
-                "choose a size that does"
-            )
+    _check_heads(policy, hf_config, layout.tp)
     from dagrl.workers.fsdp.dry import dry_model
     from dagrl.workers.fsdp.experts import expert_weights
     from dagrl.workers.fsdp.model import vision_tower

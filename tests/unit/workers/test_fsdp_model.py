@@ -94,6 +94,16 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
     ),
     "no language model": ({}, {"model_type": "vit"}, "no class of 'vit' with a causal language model's head"),
     "heads": ({"fsdp_cfg": {"tensor_parallel_size": 3}}, QWEN3, "num_attention_heads = 4, which .* 3 does not divide"),
+    "heads of a model with images": (
+        {"fsdp_cfg": {"tensor_parallel_size": 3}},
+        {"model_type": "qwen2_5_vl", "text_config": {**SIZES, "model_type": "qwen2_5_vl_text"}},
+        "num_attention_heads = 4, which .* 3 does not divide",
+    ),
+    "heads of windows": (
+        {"fsdp_cfg": {"tensor_parallel_size": 2}},
+        {**QWEN3, "model_type": "mimo_v2_flash", "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1},
+        "swa_num_key_value_heads = 1, which .* 2 does not divide",
+    ),
     "heads of rows": (
         {"fsdp_cfg": {"context_parallel_size": 3}},
         QWEN3,
