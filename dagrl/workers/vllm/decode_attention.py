@@ -24,9 +24,9 @@ HEAD_SIZES = (64, 128)
 MOST_QUERIES = 16
 """Queries of a KV head that a program has rows for."""
 
-PLAIN = frozenset(
-    "q k v out block_table seqused_k softmax_scale max_seqlen_q max_seqlen_k cu_seqlens_q causal window_size "
-    "scheduler_metadata num_splits fa_version q_descale k_descale v_descale".split()
+NEEDED = frozenset("q k v out block_table seqused_k softmax_scale max_seqlen_q max_seqlen_k".split())
+PLAIN = NEEDED | frozenset(
+    "cu_seqlens_q causal window_size scheduler_metadata num_splits fa_version q_descale k_descale v_descale".split()
 )
 """Arguments of `flash_attn_varlen_func` that ask for nothing else here; descales are those of FP8."""
 
@@ -70,11 +70,11 @@ def decode_attention(
 
 def takes(call: Mapping[str, Any]) -> bool:
     """Whether `decode_attention` computes what this call of `flash_attn_varlen_func` asks for."""
-    q, k, pages = call["q"], call["k"], call.get("block_table")
+    if any(call.get(name) is None for name in NEEDED):
+        return False
+    q, k, pages = call["q"], call["k"], call["block_table"]
     return bool(
         call["max_seqlen_q"] == 1
-        and pages is not None
-        and call.get("out") is not None
         and len(q) == len(pages) == len(call["seqused_k"])
         and call.get("causal") is True
         and tuple(call.get("window_size") or (-1, -1)) == (-1, -1)
