@@ -225,7 +225,9 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     import torch
 
     vllm = require_generation(config).vllm_cfg
-    tokenizer, hf_config = _tokenizer(config), read_hf_config(config)
+    hf_config = read_hf_config(config)
+    shows = config.data.images.enabled or _class_has(hf_config, "supports_multimodal")
+    tokenizer = _tokenizer(config, shows)
     timeout = max(1, round(context.collective_timeout_s))
     arguments: dict[str, Any] = {
         "model": model_path(config),
@@ -253,14 +255,14 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
-    if config.data.images.enabled:
+    if shows:
         arguments["limit_mm_per_prompt"] = {"video": 0, "audio": 0}
         arguments["mm_processor_cache_gb"] = 0  # `EngineMedia` keeps what it makes
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back. Without
     # chunks vLLM caches no prefixes of models with a recurrent state.
     on_gpu = torch.cuda.is_available()
-    defaults: dict[str, Any] = {"enable_prefix_caching": on_gpu or not _has_state(hf_config)}
+    defaults: dict[str, Any] = {"enable_prefix_caching": on_gpu or not _class_has(hf_config, "has_inner_state")}
     # On CPUs memory is not profiled, and vLLM's images for that may need torchvision.
     defaults |= {} if on_gpu else {"enable_chunked_prefill": False, "skip_mm_profiling": True}
     if context.layout.tp > 1:
@@ -268,12 +270,12 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
 
 
-def _has_state(hf_config: Mapping[str, Any]) -> bool:
-    """Whether vLLM's class of the model has a recurrent state, such as Mamba's."""
+def _class_has(hf_config: Mapping[str, Any], feature: str) -> bool:
+    """Whether vLLM's class of the model has a feature: a recurrent state, such as Mamba's, or a processor of images."""
     import vllm
 
     entries = (vllm.ModelRegistry.models.get(name) for name in hf_config.get("architectures") or ())
-    return any(getattr(entry.load_model_cls(), "has_inner_state", False) for entry in entries if entry is not None)
+    return any(getattr(entry.load_model_cls(), feature, False) for entry in entries if entry is not None)
 
 
 def capture_sizes(most: int) -> list[int]:
@@ -315,9 +317,12 @@ def read_hf_config(config: Config) -> dict[str, Any]:
     return dict(AutoConfig.from_pretrained(model_path(config), trust_remote_code=False).to_dict())
 
 
-def _tokenizer(config: Config) -> str | None:
-    """Returns the tokenizer's directory, or None if the engine needs only token ids: without stop strings and images."""
-    if not require_generation(config).stop_strings and config.environment.agent is None and not config.data.images.enabled:
+def _tokenizer(config: Config, shows: bool) -> str | None:
+    """Returns the tokenizer's directory, or None if the engine needs only token ids: without stop strings.
+
+    A model that can be shown images has its processor made, also in a run on texts.
+    """
+    if not require_generation(config).stop_strings and config.environment.agent is None and not shows:
         return None
     return config.policy.tokenizer.name or model_path(config)
 

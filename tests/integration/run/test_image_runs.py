@@ -324,3 +324,20 @@ def test_engines_see_what_training_sees(sent: str, cluster: None, tmp_path: Path
         assert changed and all(".layers." in name and "vis" not in name for name in changed)
     else:
         assert any("vis" in name for name in changed) and any("lm_head" in name for name in changed)
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_images_learns_from_texts(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine makes a processor, which no request uses. The tower stays as it is."""
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+    rows = [{"prompt": "hello and it", "response": "5"}, {"prompt": "the", "response": "it"}] * 2
+    train(config_of(FAMILIES[0], rows, tmp_path, GRPO))
+    steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gen_kl_error" in row]
+    assert len(steps) == 4 and all(row["gen_kl_error"] < 1e-5 for row in steps), [row["gen_kl_error"] for row in steps]
+    from transformers import AutoModelForImageTextToText
+
+    trained, before = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "final_model"), model_of(FAMILIES[0])
+    pairs = zip(trained.named_parameters(), before.parameters(), strict=True)
+    changed = [name for (name, now), then in pairs if not torch.equal(now, then)]
+    assert changed and not any("visual" in name for name in changed)
