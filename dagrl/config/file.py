@@ -35,6 +35,9 @@ CONFIG_DIR = "${config_dir}"
 """In a string of the file: the directory that the file is in."""
 
 COMMAND_LINE = "command line"
+NEAR = 0.7
+"""Least similarity of a suggested key: `model_name` is none for `reference_model_name`, which means something else."""
+
 _TOO_DEEP = "is nested too deeply to parse; use fewer levels"
 
 
@@ -181,7 +184,7 @@ def _describe(problem: Mapping[str, Any], locations: Locations, file: str) -> st
 
 def _near_misses(name: str, parent: KeyPath, section: type[BaseModel] | None) -> list[str]:
     """Returns close names in the same section, or else the same name in other sections."""
-    siblings = difflib.get_close_matches(name, list(section.model_fields) if section else [], n=2)
+    siblings = difflib.get_close_matches(name, list(section.model_fields) if section else [], n=2, cutoff=NEAR)
     elsewhere = [dotted for dotted, _ in all_keys() if dotted.rpartition(".")[2] == name]
     prefix = f"{_dotted(parent)}." if parent else ""
     return [prefix + sibling for sibling in siblings] or elsewhere[:2]

@@ -123,6 +123,7 @@ OVERRIDES = r"""
 algorithm=my_algorithms:Mine -> algorithm: there is no module 'my_algorithms'
 policy.precison=float32 -> policy.precison ... did you mean 'policy.precision'
 grpo.temperature=1 -> did you mean 'policy.generation.temperature'
+policy.reference_model_name=x -> unknown key policy.reference_model_name (command line); known here: model_name,
 seed=many -> seed (command line) ... found 'many' ... integer
 grpo.max_num_steps=true -> grpo.max_num_steps (command line): found True; expected: a number
 grpo.max_num_steps=99999999999999999999999 -> grpo.max_num_steps (command line) ... expected: an integer below 2**63
