@@ -138,7 +138,8 @@ class Progress:
     def _begin(self, stage: Stage) -> Stage:
         self._finish()
         self._current = stage
-        self._bars.reset(self._bar, total=stage.total, description=_title(stage), visible=True)
+        self._bars.remove_task(self._bar)  # `reset` to no total would keep the last one
+        self._bar = self._bars.add_task(_title(stage), total=stage.total)
         return stage
 
     def _finish(self, failed: bool = False) -> None:
