@@ -207,6 +207,14 @@ def test_an_old_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         FsdpWorker.check(config_of({}), {"model_type": "gemma3_text"})
 
 
+def test_adapters_without_peft_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr("dagrl.workers.fsdp.checks.find_spec", lambda name: None)
+    config = config_of({"model_name": str(tmp_path), "peft": {"enabled": True}})
+    with pytest.raises(UserError, match=r"peft.enabled is true, but PEFT is not installed; install dagrl\[peft\]"):
+        FsdpWorker.check(config, json.loads((tmp_path / "config.json").read_text()))
+
+
 def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
     config = config_of({"model_name": str(tmp_path)})
     (tmp_path / "pytorch_model.bin").touch()
