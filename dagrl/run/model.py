@@ -70,6 +70,13 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
     return config.with_keys(paths), origins
 
 
+def check_directories(config: Config) -> None:
+    """Raises ConfigError for the name of a model or tokenizer that is no directory, and no id on the Hub."""
+    for key, name in model_names(config).items():
+        if name is not None and not is_hub_id(name):
+            _existing_directory(name, key)
+
+
 def _download(name: str, key: str) -> Path:
     """Returns the directory of the newest revision, or without a connection of the one in the cache."""
     from huggingface_hub import snapshot_download

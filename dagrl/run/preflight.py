@@ -69,6 +69,7 @@ from dagrl.run.memory import check_memory, run_memory
 from dagrl.run.model import (
     CONFIG,
     GENERATION_CONFIG,
+    check_directories,
     check_other_tokenizers,
     check_random_model,
     check_template,
@@ -194,6 +195,7 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     # before models are looked for, and before torch and transformers are imported
     splits = load_splits(config.data, _parser(plan))
     questions = load_sets(config.evaluation)
+    check_directories(config)
     if early is not None:
         early.begin_cluster(config)
     tokenizer, hf_config = _open_text(derived, early)
