@@ -111,7 +111,7 @@ class Progress:
         current.words = _end(left), _headline(metrics, current.validation), _phases(metrics)
         self._bars.update(self._bar, completed=step)
         self.status("")
-        if not self._terminal and step:
+        if not self._terminal and step and metrics:  # there are none where a resumed run goes on
             logger.info("%s step %d/%d  %s", stage, step, total, _joined(*current.words[1:], current.words[0]))
 
     def status(self, text: str) -> None:

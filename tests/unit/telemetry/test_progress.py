@@ -51,6 +51,7 @@ def short_run(screen: Screen, level: str = "INFO") -> None:
     with Progress(LoggerConfig.model_validate({"log_level": level}), screen.console) as progress:
         progress.stage("Starting train workers")
         progress.stage("Warming up", "warm-up")
+        progress.step(5, 6, {}, stage="sft")
         progress.step(0, 2, {}, stage="grpo")
         progress.step(1, 2, {**METRICS, "validation/reward": 0.35}, stage="grpo")
         progress.status("saving")
@@ -73,6 +74,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert any(re.fullmatch(step, line) for line in screen.lines)
     assert f"grpo step 2/2  {numbers}  generate 0.80 s  other 0.15 s  refit 0.05 s" in screen.lines
     assert "a record of another module" in screen.lines
+    assert not any(line.startswith("sft step") for line in screen.lines), "a resumed run goes on there"
     assert any(line.startswith("done: GRPO") and "2/2 steps" in line for line in screen.lines)
     assert "\x1b" not in screen.text
 
