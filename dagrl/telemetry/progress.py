@@ -25,7 +25,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress as Bars, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
+from rich.progress import BarColumn, Progress as Bars, ProgressColumn, Task, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
@@ -71,7 +71,7 @@ class Progress:
     def __init__(self, config: LoggerConfig, console: Console | None = None) -> None:
         self._console = console or Console()
         self._terminal, self._level = self._console.is_terminal, config.log_level
-        columns = SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), _Line()
+        columns = BarColumn(10), TimeElapsedColumn(), _Line()
         self._bars = Bars(*columns, console=self._console, transient=True, disable=not self._terminal)
         self._bar = self._bars.add_task("", total=None, visible=False)
         self._handler: logging.Handler = logging.NullHandler()
