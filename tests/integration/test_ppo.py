@@ -12,6 +12,7 @@ import pytest
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.errors import StopRequestedError
+from dagrl.rl.algorithm import Algorithm
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import critic, policy_update
@@ -48,9 +49,9 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[ScoredGroup], Ba
     groups: list[list[ScoredGroup]] = []
     scored = policy_update.scored_batch
 
-    def watched(config: Config, given: list[ScoredGroup], step: int, **options: bool) -> Batch:
+    def watched(algorithm: Algorithm, given: list[ScoredGroup], **options: bool) -> Batch:
         groups.append(given)
-        return scored(config, given, step, **options)
+        return scored(algorithm, given, **options)
 
     monkeypatch.setattr(policy_update, "CriticStep", Watched)
     monkeypatch.setattr(policy_update, "scored_batch", watched)
@@ -95,9 +96,8 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
     lines = (tmp_path / "ppo" / "truth.jsonl").read_text().splitlines()
     truth = {line["version"]: line["logits"] for line in map(json.loads, lines)}
     for groups, batch, judged in learned:
-        rows = train_batch(
-            [sample for group in groups for sample in group.samples], np.ones(len(batch["lengths"]), np.float32)
-        )
+        samples = [sample for group in groups for sample in group.samples]
+        rows = train_batch(samples, np.ones(len(samples), np.float32), widths=batch["tokens"].shape[1:])
         rewards = np.concatenate([group.values for group in groups])
         inside = batch["loss_mask"] > 0
         assert (inside == (rows["loss_mask"] > 0)).all()
