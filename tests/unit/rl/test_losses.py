@@ -69,7 +69,7 @@ def gspo_sequence(logprobs: Tensor, data: Data) -> Tensor:
     """Zheng et al. 2025, equations 5 and 7: one ratio per sequence, with its whole gradient; a sequence's cost per token."""
     ratio = row_mean(logprobs - data["prev_logprobs"], data["loss_mask"]).exp()
     advantage = row_mean(data["advantages"], data["loss_mask"])
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).expand(ROWS, TOKENS)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).expand_as(logprobs)
 
 
 def cispo_weighted(logprobs: Tensor, data: Data) -> Tensor:
