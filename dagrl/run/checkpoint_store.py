@@ -251,8 +251,8 @@ def _read(directory: Path, name: str, kind: type[Content]) -> Content:
         return TypeAdapter(kind).validate_json((directory / name).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{directory} has no {name}: it is not a complete checkpoint of dagrl. "
-            "Name a directory step_<number> that a run wrote"
+            f"{directory} has no {name}: it is not a complete checkpoint of dagrl, or a run still writes it. "
+            "Name a directory step_<number> that a run has written"
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {directory / name}: {error.strerror}") from error

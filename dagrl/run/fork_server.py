@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PREFIX = "dagrl-"
-"""The beginning of the names of a server's sockets."""
+PREFIX = f"dagrl-{os.getuid()}-"
+"""The beginning of the names of the sockets of this user's servers."""
 
 CALLS = "calls"
 """The kind of process for `ForkServer.call`."""
@@ -126,7 +126,7 @@ def forks_here(cluster: ClusterConfig) -> bool:
 
 
 def some_server() -> bool:
-    """Returns whether a run on this machine has a server, or has left one. It need not have the imports of another run."""
+    """Returns whether this user has a server on this machine, of a run or left by one. It may have other imports."""
     return f"@{PREFIX}" in Path("/proc/net/unix").read_text()
 
 

@@ -71,10 +71,12 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
 
 
 def check_directories(config: Config) -> None:
-    """Raises ConfigError for the name of a model or tokenizer that is no directory, and no id on the Hub."""
+    """Raises ConfigError for a model or tokenizer that is no directory and no Hub id, or whose `config.json` is no JSON."""
     for key, name in model_names(config).items():
         if name is not None and not is_hub_id(name):
-            _existing_directory(name, key)
+            path = _existing_directory(name, key) / CONFIG
+            if path.exists():
+                _read_object(path, key)
 
 
 def _download(name: str, key: str) -> Path:

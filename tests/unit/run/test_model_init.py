@@ -18,6 +18,7 @@ from dagrl.config import Config, DataConfig, GenerationConfig, PolicyConfig, Ran
 from dagrl.errors import ConfigError
 from dagrl.run.model import (
     character_tokenizer,
+    check_directories,
     load_tokenizer,
     model_description,
     role_description,
@@ -118,6 +119,20 @@ def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
     assert (len(tokenizer), token_count(tokenizer)) == (3, 41)
     write_random_model(INIT, tokenizer, tmp_path / "a")
     assert model_description(PolicyConfig(model_name=str(tmp_path / "a")), 41)["vocab_size"] == 41
+
+
+def test_broken_directories_are_named_without_transformers(tmp_path: Path) -> None:
+    def config(name: str) -> Config:
+        policy = {"model_name": str(tmp_path / name)}
+        return Config.model_validate({"name": "t", "algorithm": "grpo", "policy": policy, "data": {"path": "d"}})
+
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*absent"):
+        check_directories(config("absent"))
+    written(tmp_path / "a")
+    check_directories(config("a"))
+    (tmp_path / "a" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json cannot be read"):
+        check_directories(config("a"))
 
 
 def test_a_configuration_that_transformers_rejects(tmp_path: Path) -> None:
