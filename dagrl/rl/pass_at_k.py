@@ -1,6 +1,6 @@
 """pass@k, the probability that at least one of k samples of a prompt is right, and the interval of a share.
 
-`gain` compares two models on the same prompts, which is finer than two intervals beside each other.
+`gain` pairs two models by prompt, which tells smaller differences apart than comparing their intervals does.
 """
 
 from __future__ import annotations

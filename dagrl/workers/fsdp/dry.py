@@ -23,7 +23,8 @@ from dagrl.workers.fsdp.model import HiddenStates, Meshes, forget_meshes, shard_
 from dagrl.workers.train.groups import destroy_groups
 
 
-def _build(kind: Any, config: Any, attention: str | None) -> Any:
+def build(kind: Any, config: Any, attention: str | None) -> Any:
+    """Returns a model of this class without weights. Raises ConfigError for an attention that it cannot use."""
     with ContextManagers(kind.get_init_context(torch.float32, False, False, False)):  # of `from_pretrained`
         try:
             return kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -51,7 +52,7 @@ def dry_model(
         scalar = bool(hf_config.get(SCALAR_HEAD))
         config = find_config(policy, hf_config, scalar=scalar)
         kind: Any = find_class(policy, config, scalar=scalar)
-        model = _build(kind, config, settings.attn_implementation)
+        model = build(kind, config, settings.attn_implementation)
         meshes = Meshes.of(layout, settings.data_parallel_replicas, device)
         root = shard_model(model, policy, meshes, device, trains=True)
     except UserError:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.utils.generic import ContextManagers
 
 from dagrl.errors import ConfigError
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.context import given_arguments, mask_makers, replaced
+from dagrl.workers.fsdp.dry import build
 from dagrl.workers.fsdp.media import takes_types, text_positions
 from dagrl.workers.fsdp.model import HiddenStates, reshard
 from dagrl.workers.fsdp.output import base_of
@@ -37,8 +37,7 @@ def unseparated(kind: type[Any], config: Any, attention: str | None, *, images: 
     kernels without masks do if they are handed positions, or (`torch_varlen`) the sequences' ends. `images`: rows have them.
     """
     try:
-        with ContextManagers(kind.get_init_context(torch.float32, False, False, False)):  # of `from_pretrained`
-            net = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+        net = build(kind, config, attention)
     except Exception:
         return ""  # `dry_model` says why it cannot be built
     base = base_of(net)
