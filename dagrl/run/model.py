@@ -282,10 +282,7 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     `tokens` is the tokenizer's `token_count`. Raises ConfigError if the embedding of a checkpoint has fewer rows.
     """
     if policy.random_init is not None:
-        vocabulary: dict[str, Json] = {"vocab_size": _vocabulary(policy.random_init, tokens)}
-        text = policy.random_init.hf_config.get("text_config")
-        part = {"text_config": {**text, **vocabulary}} if isinstance(text, dict) else {}
-        return {**policy.random_init.hf_config, **vocabulary, **part}
+        return _with_language_keys(policy.random_init.hf_config, {"vocab_size": _vocabulary(policy.random_init, tokens)})
     description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
     rows = language_keys(description).get("vocab_size")
     if isinstance(rows, int) and rows < tokens:
@@ -360,6 +357,13 @@ def language_keys(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
     return text if isinstance(text, dict) else hf_config
 
 
+def _with_language_keys(hf_config: Mapping[str, Json], keys: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns the configuration with `keys` of the language model, also in its part if it has one."""
+    own = language_keys(hf_config)
+    part: dict[str, Json] = {} if own is hf_config else {"text_config": {**own, **keys}}
+    return {**hf_config, **keys, **part}
+
+
 def auto_class(hf_config: Any) -> Any:
     """Returns the class of transformers that makes the model of its configuration, with images if it takes them.
 
@@ -388,11 +392,8 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
     # Without `pad_token_id`, for which transformers keeps a row of zeros: the policy samples that token as any other.
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     tokens["vocab_size"] = _vocabulary(init, token_count(tokenizer))
-    text = description.get("text_config")
-    if isinstance(text, dict):  # of a model that takes images
-        tokens["text_config"] = {**text, **tokens}
     try:
-        hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
+        hf_config = AutoConfig.for_model(kind, **_with_language_keys(description, tokens))
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(init.seed)
             return cast("PreTrainedModel", auto_class(hf_config).from_config(hf_config, dtype=torch.float32))
