@@ -71,7 +71,8 @@ def test_calls_of_other_kinds_are_left_to_flash_attention() -> None:
     keys, values, pages = cache(3, 100, 2, 64, torch.bfloat16)
     queries = torch.zeros(3, 4, 64, device=DEVICE, dtype=torch.bfloat16)
     call: dict[str, Any] = {"q": queries, "k": keys, "v": values, "out": queries, "block_table": pages, "softcap": 0.0}
-    call |= {"max_seqlen_q": 1, "seqused_k": torch.ones(3), "causal": True, "window_size": [-1, -1], "alibi_slopes": None}
+    call |= {"max_seqlen_q": 1, "max_seqlen_k": 100, "seqused_k": torch.ones(3), "softmax_scale": 0.125}
+    call |= {"causal": True, "window_size": [-1, -1], "alibi_slopes": None}
     assert takes(call)
     others: list[dict[str, Any]] = [
         {"max_seqlen_q": 2},
