@@ -12,11 +12,11 @@ from dagrl.config.section import Json, Section, derived
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType(
     {
-        "sft": "dagrl.rl.algorithms.sft:Sft",
-        "grpo": "dagrl.rl.algorithms.grpo:Grpo",
-        "ppo": "dagrl.rl.algorithms.ppo:Ppo",
-        "dpo": "dagrl.rl.algorithms.dpo:Dpo",
-        "reward_model": "dagrl.rl.algorithms.reward_model:RewardModel",
+        "sft": "dagrl.rl.algorithms:Sft",
+        "grpo": "dagrl.rl.algorithms:Grpo",
+        "ppo": "dagrl.rl.algorithms:Ppo",
+        "dpo": "dagrl.rl.algorithms:Dpo",
+        "reward_model": "dagrl.rl.algorithms:RewardModel",
     }
 )
 """The import paths of the algorithms that are shipped, by name."""
@@ -30,7 +30,7 @@ def known_algorithm(name: str) -> str:
 
 
 class LossConfig(Section):
-    """The policy loss of `grpo`, and of your own algorithm if it reads these keys. `dagrl.rl.algorithms.grpo`,
+    """The policy loss of `grpo`, and of your own algorithm if it reads these keys. `dagrl.rl.algorithms`,
     `dagrl.rl.losses` and `dagrl.rl.token_losses` have the formulas and their sources."""
 
     name: str = "grpo"

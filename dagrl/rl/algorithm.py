@@ -40,7 +40,7 @@ KEY = "algorithm"
 LIKELIHOOD, POLICY, VALUE = "likelihood", "policy", "value"
 """The kinds of loss that a phase names: of demonstrations, of the run's algorithm, and of a critic's values."""
 
-_SHARED = {LIKELIHOOD: ALGORITHMS["sft"], VALUE: "dagrl.rl.algorithms.ppo:Values"}
+_SHARED = {LIKELIHOOD: ALGORITHMS["sft"], VALUE: "dagrl.rl.algorithms:Values"}
 """Import paths of the algorithms for kinds of loss that the run's algorithm does not learn."""
 
 

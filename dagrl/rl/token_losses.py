@@ -6,7 +6,7 @@
 
 `loss_fn: {name: "my_losses:sigmoid_ratio", args: {slope: 2.0}}` trains with it. A function sees one microbatch, packed or
 not, or one worker's part of it under context parallelism. It returns a cost [b, t] for each token, and optionally a
-dictionary of further values [b, t], whose means become metrics. `dagrl.rl.algorithms.grpo` adds importance weights and the
+dictionary of further values [b, t], whose means become metrics. `dagrl.rl.algorithms` adds importance weights and the
 KL penalty; masking, averages over the global batch and sums over workers are done for every algorithm
 (`dagrl.rl.losses`). `batch.sequence_mean` spans a whole sequence, wherever it lies.
 

@@ -9,8 +9,8 @@ import numpy as np
 from dagrl.config import ALGORITHMS, Config
 from dagrl.errors import ConfigError
 from dagrl.imports import running
+from dagrl.rl.advantages import rewards_at_end
 from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, token_advantages_of
-from dagrl.rl.gae import rewards_at_end
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dagrl.examples.pipeline import ModelConfig, TorchStage, loss_of, make_layers
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import in_warmup
 from dagrl.telemetry.metrics import StepMetrics
-from examples.pipeline import ModelConfig, TorchStage, loss_of, make_layers
 
 MODEL = ModelConfig(blocks=3, width=8, vocabulary=16, dtype="float64")
 

@@ -19,9 +19,8 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.workers.config import ActorConfig
 
 from dagrl.config import CriticConfig
-from dagrl.rl.advantages import batch_advantages, group_advantages
+from dagrl.rl.advantages import advantages_and_returns, batch_advantages, group_advantages, rewards_at_end, whitened
 from dagrl.rl.algorithm import VALUE, algorithm_for
-from dagrl.rl.gae import advantages_and_returns, rewards_at_end, whitened
 from dagrl.rl.losses import Denominators, batch_loss, importance_weights
 from dagrl.rl.token_losses import TokenBatch
 from dagrl.runtime.store import reserve_port

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from dagrl.config import Config
+from dagrl.rl.advantages import explained_variance, rewards_at_end
 from dagrl.rl.algorithm import Algorithm, token_advantages_of
-from dagrl.rl.gae import explained_variance, rewards_at_end
 from dagrl.run.loops.optimizer_step import collect_batch, submit_batch
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay

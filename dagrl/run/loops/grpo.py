@@ -6,7 +6,7 @@ With ages above 0 (`grpo.async_grpo`), generation continues while the train work
 training phases, and the main thread replays quanta of generation, collects rewards, and submits refits. A refit runs between
 two quanta, when the engines are at rest, so it needs no pause protocol: running requests continue from their KV cache
 (`in_flight_weight_updates`), have it recomputed, or finish first. The number of groups that may start bounds the age of
-samples (`dagrl.rl.rollout.trajectories`).
+samples (`dagrl.rl.rollout.experience`).
 
 Sources: NeMo-RL's asynchronous GRPO (docs/guides/async-grpo.md); PipelineRL (Piche et al. 2025, arXiv:2509.19128) for
 updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.

@@ -15,18 +15,17 @@ import pytest
 
 from dagrl.config import Config, EnvironmentConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.agents.runner import AgentRunner
+from dagrl.rl.agents.runner import AgentPool, AgentRunner
 from dagrl.rl.environments import FAILED
-from dagrl.rl.functions.agent_pool import AgentPool
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.functions.process import ENDED
 from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.agent_turns import AgentTurns, TurnEpisode
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds, samples_of
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import scored_group
+from dagrl.rl.rollout.turns import AgentTurns, TurnEpisode
 from tests.unit.rl.test_rollout import LIMIT, Bench, configured
 from tests.unit.run.simulated_run import Reward, Run, Stop, engines_of
 

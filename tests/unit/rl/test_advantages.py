@@ -9,9 +9,16 @@ from hypothesis import given, strategies as st
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError, DataError
-from dagrl.rl.advantages import batch_advantages, group_advantages, zero_variance_groups
+from dagrl.rl.advantages import (
+    advantages_and_returns,
+    batch_advantages,
+    explained_variance,
+    group_advantages,
+    rewards_at_end,
+    whitened,
+    zero_variance_groups,
+)
 from dagrl.rl.algorithm import VALUE, advantages_of, algorithm_for, algorithm_of
-from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_end, whitened
 from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.trial import try_advantages
 

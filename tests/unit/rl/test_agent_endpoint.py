@@ -20,8 +20,8 @@ from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.media import RolloutMedia
-from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
+from dagrl.rl.rollout.turns import AgentTurns
 from dagrl.runtime.deadline import Deadline
 from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dagrl.rl.rollout.dispatch import FIRST_QUANTUM, QuantumSize, ShardLoad, dispatch
+from dagrl.rl.rollout.rollouts import FIRST_QUANTUM, QuantumSize, ShardLoad, dispatch
 
 
 @settings(deadline=None, max_examples=30)

@@ -16,10 +16,9 @@ from dagrl.data.tokenization import Prompt
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.generation import FinishedRequest
-from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
-from dagrl.rl.rollout.turns import EnvironmentTurns
+from dagrl.rl.rollout.turns import AgentTurns, EnvironmentTurns
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch

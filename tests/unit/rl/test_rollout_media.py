@@ -23,9 +23,8 @@ from dagrl.data.tokenization import Prompt
 from dagrl.rl.environments import EnvironmentRunner, Question, Step
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.media import RolloutMedia
-from dagrl.rl.rollout.agent_turns import set_conversations
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, token_rows
-from dagrl.rl.rollout.turns import EnvironmentTurns
+from dagrl.rl.rollout.turns import EnvironmentTurns, set_conversations
 from dagrl.rl.tools import Call, Calls
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 from tests.unit.data.test_media import ANSWER, QUESTION, SIZES, folder, image, picture, png, text, truth  # noqa: F401

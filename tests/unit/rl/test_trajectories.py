@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dagrl.rl.rollout.trajectories import TrajectoryBuffer
+from dagrl.rl.rollout.experience import TrajectoryBuffer
 
 
 def test_age_zero_is_the_synchronous_order() -> None:

@@ -17,7 +17,7 @@ from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.errors import CheckpointError, ConfigError, StopRequestedError
 from dagrl.refit import RefitReport
-from dagrl.rl.rollout.dispatch import QuantumSize
+from dagrl.rl.rollout.rollouts import QuantumSize
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric
 from dagrl.run.loops import grpo

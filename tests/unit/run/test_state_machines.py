@@ -11,7 +11,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dagrl.machine import DEV_SHM  # memory: each save waits for the disk several times
-from dagrl.rl.rollout.trajectories import TrajectoryBuffer
+from dagrl.rl.rollout.experience import TrajectoryBuffer
 from dagrl.run.checkpoint_store import MANIFEST, CheckpointStore, TrainState
 from tests.unit.run.saving import saving
 
