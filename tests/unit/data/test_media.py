@@ -370,6 +370,14 @@ def test_a_broken_image_is_an_error_with_its_line_or_dropped(
     assert "dropped 1 of 2" in caplog.text
 
 
+def test_a_size_that_the_processor_rejects_is_an_error_with_its_line(folder: Path) -> None:
+    Image.new("RGB", (600, 1)).save(folder / "strip.png")
+    strip = {"role": "user", "content": [{"type": "image", "image": "strip.png"}]}
+    examples = read(folder, [{"messages": CONVERSATIONS["one"]}, {"messages": [strip, CONVERSATIONS["one"][1]]}])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: \w+ rejects an image: .* aspect ratio .* got 600"):
+        demonstrations(FAMILIES[0], examples)
+
+
 def test_a_long_row_says_how_much_of_it_is_images(folder: Path) -> None:
     (row,) = demonstrations(FAMILIES[0], read(folder, [{"messages": CONVERSATIONS["one"]}]))
     count = truth(FAMILIES[0], CONVERSATIONS["one"])["input_ids"].count(processor_of(FAMILIES[0]).image_token_id)
