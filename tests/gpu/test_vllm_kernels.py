@@ -1,4 +1,4 @@
-"""Our kernels of decode steps, against plain torch in float64: attention over pages, scores of sampled tokens."""
+"""Our kernels of decode steps, against plain torch in float64: attention over pages, draws and scores of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.gpu.kernels import DEVICE, INTERPRETED, kernel_tests, large
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 pytestmark = kernel_tests
 
 PAGE = 16
@@ -55,7 +56,8 @@ def test_attention_of_decode_steps(
     """Whole sequences, a few tokens, none, parts that end within a page."""
     from dagrl.workers.vllm import decode_attention as kernels
 
-    monkeypatch.setattr(kernels, "UNITS", units)
+    monkeypatch.setattr(kernels, "UNITS", 2 * units)
+    monkeypatch.setattr(kernels, "FEWEST", units)
     keys, values, pages = cache(5, longest, groups, size, dtype)
     lengths = torch.tensor([longest, 5, 0, longest // 3, 129], dtype=torch.int32, device=DEVICE)
     queries, scale = torch.randn(5, heads, size, device=DEVICE).to(dtype), size**-0.5
@@ -95,7 +97,7 @@ def test_calls_of_other_kinds_are_left_to_flash_attention() -> None:
 @pytest.mark.parametrize("size", [1000, 20100])
 def test_sampled_tokens_are_scored(size: int, dtype: torch.dtype) -> None:
     """Rows of a wider matrix, with tokens that top-p has removed: part of a row, whole tiles, all but one."""
-    from dagrl.workers.vllm.logprob_kernels import sampled_scores
+    from dagrl.workers.vllm.sampling_kernels import sampled_scores
 
     logits = (torch.randn(6, size + 60, device=DEVICE) * 3).to(dtype)[:, :size]
     logits[1, 5:] = logits[2, 1:-1] = logits[3, :-1] = float("-inf")
@@ -105,3 +107,66 @@ def test_sampled_tokens_are_scored(size: int, dtype: torch.dtype) -> None:
     expected = chosen.double() - logits.double().logsumexp(-1, keepdim=True)
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-5)
     assert ranks.tolist() == (logits >= chosen).sum(-1).tolist()
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def draw_columns(seeds, positions, out, size, SIZE: tl.constexpr):  # type: ignore[name-defined,no-untyped-def]
+    """Triton's own numbers between 0 and 1, as vLLM's sampler asks for them."""
+    row, column = tl.program_id(0), tl.arange(0, SIZE)
+    draws = tl.rand(tl.randint(tl.load(seeds + row), tl.load(positions + row)), column)
+    tl.store(out + row * size + column, draws, mask=column < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def exact_noise(draw):  # type: ignore[no-untyped-def]
+    """`_noise` without the functions of CUDA that the interpreter lacks."""
+    return (-tl.log(-tl.log(1.0 - draw.to(tl.float64)))).to(tl.float32)
+
+
+def sampling_state(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The request of each row, temperatures of which every third is greedy, seeds of 64 bits, and positions."""
+    slots = torch.randperm(rows, device=DEVICE).int()
+    temperatures = torch.where(torch.arange(rows, device=DEVICE) % 3 == 0, 0.0, 1.0)
+    seeds = torch.randint(-(1 << 62), 1 << 62, (rows,), device=DEVICE)
+    return slots, temperatures, seeds, torch.arange(rows, device=DEVICE) * 37
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_tokens_are_drawn(spread: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token with the largest sum of logit and noise, in flat and in peaked distributions, with tokens left out."""
+    from dagrl.workers.vllm import sampling_kernels as kernels
+
+    if INTERPRETED:
+        monkeypatch.setattr(kernels, "_noise", exact_noise)
+    rows, size = 12, 5000
+    logits = (torch.randn(rows, size + 24, device=DEVICE) * spread).to(dtype)[:, :size]
+    logits[1:3, 7:] = logits[4, :-1] = float("-inf")
+    state = slots, temperatures, seeds, positions = sampling_state(rows)
+    sampled = kernels.sampled_tokens(logits, *state)
+    draws = torch.empty(rows, size, device=DEVICE)
+    draw_columns[(rows,)](seeds[slots.long()], positions, draws, size, SIZE=triton.next_power_of_2(size))
+    noise = -torch.log(-torch.log1p(-draws.double().clamp(min=4.6566127342e-10)))
+    values = logits.double() + torch.where(temperatures[slots.long()] > 0, 1.0, 0.0)[:, None] * noise
+    top, first = values.max(-1)
+    chosen = values.gather(-1, sampled[:, None])[:, 0]
+    torch.testing.assert_close(chosen, top, rtol=0, atol=1e-5)
+    assert torch.equal(sampled[temperatures[slots.long()] > 0], first[temperatures[slots.long()] > 0])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs vLLM on a GPU")
+@pytest.mark.parametrize("spread", [0.0, 0.6, 3.0, 30.0])
+def test_tokens_are_those_of_vllm(spread: float) -> None:
+    from dagrl.workers.vllm.burst_graphs import RELEASES
+    from dagrl.workers.vllm.sampling_kernels import sampled_tokens
+
+    vllm = pytest.importorskip("vllm")
+    if not vllm.__version__.startswith(RELEASES):
+        pytest.skip(f"vLLM {vllm.__version__} draws otherwise, and samples with its own kernel")
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    logits = (torch.randn(512, 151_936, device=DEVICE) * spread).bfloat16()
+    slots, temperatures, seeds, positions = sampling_state(len(logits))
+    for step in range(20):
+        expected = gumbel_sample(logits, slots, temperatures, seeds, positions + step, apply_temperature=False)
+        assert torch.equal(sampled_tokens(logits, slots, temperatures, seeds, positions + step), expected), step

@@ -33,7 +33,10 @@ PLAIN = NEEDED | frozenset(
 TILE = 64  # tokens that a program reads at once
 _WARPS, _STAGES = 2, 5
 UNITS = 132 * 8
-"""Programs that balance a GPU's work."""
+"""Programs that balance a GPU's work, where their parts are long."""
+
+FEWEST = 512
+"""Programs that keep a GPU busy. More of them would have parts as short as the start of a program takes."""
 
 LONGEST_PART = 2048
 """Tokens of a part, where sequences may be longer."""
@@ -42,6 +45,7 @@ MOST_PARTS = 32
 _STEP = tl.constexpr(16)  # parts are multiples of this many tokens
 _COUNTED = tl.constexpr(1024)  # sequences that a program counts the tokens of at once
 _SHORTEST = tl.constexpr(128)  # fewest tokens of a part, unless the sequence is shorter
+_LONG = tl.constexpr(512)  # tokens of a part that make more than `FEWEST` programs worth while
 
 
 def decode_attention(
@@ -57,7 +61,7 @@ def decode_attention(
     parts = most_parts(count * groups, longest)
     state = queries.new_empty((count, heads, parts, size + 2) if parts > 1 else 1, dtype=torch.float32)
     strides = pages.stride(0), *keys.stride()[:3], queries.stride(0), queries.stride(1), out.stride(0), out.stride(1)
-    rows, schedule = max(16, triton.next_power_of_2(heads // groups)), (count, parts, UNITS)
+    rows, schedule = max(16, triton.next_power_of_2(heads // groups)), (count, parts, UNITS, FEWEST)
     _attend[(groups, count, parts)](
         *(queries, keys, values, pages, lengths, out, state, scale * LOG2_E, *schedule, *strides, heads // groups, rows),
         **{"PAGE": page, "TILE": TILE, "D": size, "SPLIT": parts > 1, "num_warps": _WARPS, "num_stages": _STAGES},
@@ -89,25 +93,29 @@ def takes(call: Mapping[str, Any]) -> bool:
 
 def most_parts(programs: int, longest: int) -> int:
     """Returns the most parts of a sequence, where all sequences in one part each are `programs` programs."""
-    parts = max(triton.cdiv(UNITS, programs), triton.cdiv(longest, LONGEST_PART))
+    parts = max(triton.cdiv(FEWEST, programs), triton.cdiv(longest, LONGEST_PART))
     return int(min(parts, MOST_PARTS, triton.cdiv(longest, _SHORTEST.value)))
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _part(length, lengths, count, parts, units, groups):  # type: ignore[no-untyped-def]
-    """The tokens of a part of a sequence: so many that all parts of all sequences are `units` programs, or few more."""
+def _part(length, lengths, count, parts, units, fewest, groups):  # type: ignore[no-untyped-def]
+    """The tokens of a part of a sequence: so many that all parts of all sequences are `fewest` programs, or few more.
+
+    They are `units` programs where parts are long.
+    """
     totals = tl.zeros([_COUNTED], tl.int32)
     for start in range(0, count, _COUNTED):
         at = start + tl.arange(0, _COUNTED)
         totals += tl.load(lengths + at, mask=at < count, other=0)
-    wanted = tl.maximum(tl.cdiv(tl.sum(totals, 0) * groups, units), _SHORTEST)
+    total = tl.sum(totals, 0) * groups
+    wanted = tl.maximum(tl.cdiv(total, units), tl.maximum(tl.minimum(tl.cdiv(total, fewest), _LONG), _SHORTEST))
     parts = tl.minimum(tl.cdiv(length, wanted), parts)
     return tl.cdiv(tl.cdiv(length, tl.maximum(parts, 1)), _STEP) * _STEP
 
 
-@triton.jit(do_not_specialize=["count", "parts", "units"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["count", "parts", "units", "fewest"])  # type: ignore[untyped-decorator,unused-ignore]
 def _attend(  # type: ignore[no-untyped-def]
-    queries, keys, values, pages, lengths, out, state, scale, count, parts, units,
+    queries, keys, values, pages, lengths, out, state, scale, count, parts, units, fewest,
     pages_stride, page_stride, token_stride, group_stride, query_stride, head_stride, out_stride, out_head_stride,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +124,7 @@ def _attend(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + sequence)
     begin, end = 0, length
     if SPLIT:
-        tokens = _part(length, lengths, count, parts, units, tl.num_programs(0))
+        tokens = _part(length, lengths, count, parts, units, fewest, tl.num_programs(0))
         begin = part * tokens
         end = tl.minimum(begin + tokens, length)
         if (begin >= length) & (part > 0):
@@ -152,15 +160,16 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(out + sequence * out_stride + head[:, None] * out_head_stride + d[None, :], attended, mask=live)
 
 
-@triton.jit(do_not_specialize=["count", "parts", "units", "groups"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["count", "parts", "units", "fewest", "groups"])  # type: ignore[untyped-decorator,unused-ignore]
 def _join(  # type: ignore[no-untyped-def]
-    lengths, out, state, count, parts, units, groups, out_stride, out_head_stride, D: tl.constexpr, PARTS: tl.constexpr
-):
+    lengths, out, state, count, parts, units, fewest, groups, out_stride, out_head_stride,
+    D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Joins the parts of one head of a sequence, if it has several."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + sequence)
-    tokens = _part(length, lengths, count, parts, units, groups)
+    tokens = _part(length, lengths, count, parts, units, fewest, groups)
     if tokens >= length:
         return
     part, d = tl.arange(0, PARTS), tl.arange(0, D)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.data.media import load_processor, without_videos
 from dagrl.errors import ConfigError, MissingDependencyError
+from dagrl.workers.vllm.burst_graphs import RELEASES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,8 +43,13 @@ SLEEP_TAGS = ("weights", "kv_cache")
 
 
 def engine_config(arguments: Mapping[str, Any]) -> VllmConfig:
-    """Builds vLLM's configuration from `EngineArgs` fields. Raises MissingDependencyError if this vLLM lacks one."""
+    """Builds vLLM's configuration from `EngineArgs` fields. Raises MissingDependencyError if this vLLM lacks one.
+
+    On GPUs a step has at most as many tokens as one of vLLM's `LLM`, unless the fields say how many.
+    """
     from vllm import EngineArgs, __version__
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
 
     lacking = sorted(arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
     if lacking:
@@ -51,7 +57,7 @@ def engine_config(arguments: Mapping[str, Any]) -> VllmConfig:
             f"vLLM {__version__} lacks the engine arguments {', '.join(lacking)}; install vLLM 0.26 to 0.33 "
             "(dagrl[vllm]), or correct policy.generation.vllm_kwargs"
         )
-    return EngineArgs(**arguments).create_engine_config()
+    return EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS if current_platform.is_cuda() else None)
 
 
 def only_known(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,11 +212,12 @@ def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
 
 
 @functools.cache
-def score_sampled_tokens() -> None:
-    """Makes samplers of vLLM's second model runner score sampled tokens by our kernels (`logprob_kernels`).
+def sample_by_our_kernels() -> None:
+    """Makes samplers of vLLM's second model runner draw and score tokens by our kernels (`sampling_kernels`).
 
-    No effect on CPUs, and in releases whose sampler calls another function.
+    No effect on CPUs, and in releases whose sampler calls other functions.
     """
+    import vllm
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -218,18 +225,26 @@ def score_sampled_tokens() -> None:
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
 
-    from dagrl.workers.vllm.logprob_kernels import sampled_scores
+    from dagrl.workers.vllm.sampling_kernels import sampled_scores, sampled_tokens
 
-    theirs = getattr(sampler, "compute_topk_scores", None)
-    if theirs is None:
-        return
+    drawn: Any
+    scored: Any
+    drawn, scored = (getattr(sampler, name, None) for name in ("gumbel_sample", "compute_topk_scores"))
+
+    def draw(*tensors: Tensor, apply_temperature: bool, use_fp64: bool, **options: Any) -> Any:
+        if apply_temperature or use_fp64 or options:
+            return drawn(*tensors, apply_temperature=apply_temperature, use_fp64=use_fp64, **options)
+        return sampled_tokens(*tensors)
 
     def scores(logits: Tensor, others: int, sampled: Tensor, groups: Any = None, **options: Any) -> Any:
         if others or groups is not None or options.get("max_per_req_token_ids") or options.get("logits_mode"):
-            return theirs(logits, others, sampled, groups, **options)
+            return scored(logits, others, sampled, groups, **options)
         return LogprobsTensors(sampled.unsqueeze(-1), *sampled_scores(logits, sampled))
 
-    sampler.compute_topk_scores = scores
+    if drawn is not None and vllm.__version__.startswith(RELEASES):
+        sampler.gumbel_sample = draw
+    if scored is not None:
+        sampler.compute_topk_scores = scores
 
 
 def attend_decodes(config: VllmConfig) -> None:

@@ -135,7 +135,7 @@ def start_engine(
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
-    features.score_sampled_tokens()
+    features.sample_by_our_kernels()
     features.attend_decodes(engine_config)
     executor = _executor_class(rendezvous, recorder)
     # An agent's requests choose their own parameters, so its engines warm up all that vLLM has.
