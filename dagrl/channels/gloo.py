@@ -9,13 +9,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from dagrl.channels.base import Channel, PendingMessage, as_bytes, check_message
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError
 from dagrl.runtime.process_groups import break_gloo_group
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup, Store, Work  # type: ignore[attr-defined]
 
 _TAG = 0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dagrl.channels.agreement import AGREEMENTS
 from dagrl.channels.base import MAILBOX_SLOTS, Channel, PendingMessage, as_bytes, check_message
@@ -32,7 +33,6 @@ from dagrl.runtime.deadline import within
 from dagrl.runtime.edges.futex import LONG_SPIN_S, fence, let_others_run
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 6
@@ -80,8 +80,6 @@ class IpcChannel(Channel):
             self._publish("table", self._table_segment.handle)
         else:
             self._table_segment = HostSegment.attach(self._load("table").partition(":")[2])
-        import torch
-
         words: npt.NDArray[np.int64] = self._table_segment.bytes.view(torch.int64).numpy()
         self._table = words[: rows * _FIELDS].reshape(rows, _FIELDS)
         self._flag, self._loans.table = rows - 1, self._table
@@ -150,8 +148,6 @@ class IpcChannel(Channel):
 
     def synchronize(self) -> None:
         """Waits on the host for the current stream; messages were waited for already."""
-        import torch
-
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._finish_copies(torch.device("cuda", torch.cuda.current_device()))
 
@@ -274,8 +270,6 @@ class IpcChannel(Channel):
         """Waits on the host for the work queued on the current stream, with the deadline."""
         if device.type != "cuda":
             return
-        import torch
-
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(device))
         self._wait_until(lambda: bool(done.query()), None, "copying on the GPU")  # type: ignore[no-untyped-call]

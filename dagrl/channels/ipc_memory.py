@@ -12,13 +12,12 @@ import mmap
 import os
 from dataclasses import astuple
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from dagrl.errors import ChannelError, MissingDependencyError
 from dagrl.runtime.edges.memory import EdgeClosedError, MemoryAddress, anonymous_memory, open_memory
-
-if TYPE_CHECKING:
-    import torch
 
 
 def create_segment(nbytes: int, device: torch.device) -> Segment:
@@ -61,8 +60,6 @@ class HostSegment:
         return segment
 
     def _use(self, memory: mmap.mmap) -> None:
-        import torch
-
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # the mapping ends with its last view
 
     def close(self) -> None:
@@ -77,8 +74,6 @@ class DeviceSegment:
     """Memory of one GPU, allocated by CUDA directly: torch's allocators may return memory without an IPC handle."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        import torch
-
         self._runtime, self._device, self._owned = cuda_runtime(), device, True
         with torch.cuda.device(device):
             pointer = self._runtime.malloc(nbytes)
@@ -89,8 +84,6 @@ class DeviceSegment:
     @classmethod
     def attach(cls, rest: str) -> DeviceSegment:
         """Attaches to a segment; `rest` is its handle without the kind."""
-        import torch
-
         uuid, size, handle = rest.split(":")
         segment = cls.__new__(cls)
         segment._runtime, segment._owned, segment.handle = cuda_runtime(), False, f"cuda:{rest}"
@@ -103,8 +96,6 @@ class DeviceSegment:
 
     def close(self) -> None:
         """Frees the memory if this process owns it, otherwise unmaps it."""
-        import torch
-
         if self._pointer is None:
             return
         with torch.cuda.device(self._device):
@@ -118,8 +109,6 @@ Segment = HostSegment | DeviceSegment
 
 def device_handle(pointer: int, nbytes: int, device: torch.device) -> str:
     """Returns the handle of memory that CUDA allocated at `pointer`. Raises CUDARuntimeError if it cannot be mapped."""
-    import torch
-
     with torch.cuda.device(device):
         handle = base64.b64encode(cuda_runtime().ipcGetMemHandle(pointer)).decode()
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}:{nbytes}:{handle}"
@@ -127,16 +116,12 @@ def device_handle(pointer: int, nbytes: int, device: torch.device) -> str:
 
 def _as_tensor(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Returns device memory as a tensor of bytes, through numba's `__cuda_array_interface__`."""
-    import torch
-
     interface = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
 def _device_of(uuid: str) -> torch.device:
     """Returns the GPU's device in this process. Raises ChannelError if this process does not see it."""
-    import torch
-
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise ChannelError(

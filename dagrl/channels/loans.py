@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from dagrl.channels.ipc_memory import Segment, attach_segment, cuda_runtime, device_handle
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from dagrl.channels.spec import ChannelSpec
 
@@ -116,8 +117,6 @@ class Borrowed:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        import torch
-
         tensors = {}
         for name, (number, offset, dtype, shape, stride) in self._lent.items():
             kind = getattr(torch, dtype)
@@ -149,8 +148,6 @@ class Allocation:
 
 def allocation_of(tensor: torch.Tensor) -> Allocation | None:
     """Returns the allocation that holds a tensor; None if it is not memory of a GPU."""
-    import torch
-
     if not tensor.is_cuda:
         return None
     start, size = ctypes.c_uint64(), ctypes.c_size_t()

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from dagrl.channels.base import Channel, PendingMessage, check_message
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError, MissingDependencyError
 from dagrl.runtime.deadline import within
 from dagrl.runtime.edges.futex import let_others_run
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +33,11 @@ _DESTROY_S = 2.0  # for a communicator to be destroyed; NCCL also waits until th
 _POSTING_S = 0.5  # for a thread that posts messages: a slower one waits for a peer, which only the abort ends
 
 
-def nccl_environment() -> dict[str, str]:
-    """Returns the environment variables that must be set before a process first captures NCCL's operations in a CUDA graph.
-
-    Without them NCCL registers the memory of captured operations with peers. That waits for the peers on the host, and peers
-    keep writing to the address after the memory was freed and the address was reused.
-    """
-    return {"NCCL_GRAPH_REGISTER": os.environ.get("NCCL_GRAPH_REGISTER", "0")}
-
-
 class NcclChannel(Channel):
     """One rank's end of an NCCL channel, on the current CUDA device."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         nccl = _import_nccl()
-        import torch
-
         self._nccl = nccl
         self._device = torch.cuda.current_device()
         # High priority: NCCL's few kernels need whole multiprocessors, which other kernels must not take first.
@@ -71,8 +58,6 @@ class NcclChannel(Channel):
 
     def _connect(self) -> None:
         """Joins the communicator. Blocks until all ranks do, so it runs on its own thread."""
-        import torch
-
         torch.cuda.set_device(self._device)
         store = self._agreement.store
         if self.spec.rank == 0:
@@ -110,8 +95,6 @@ class NcclChannel(Channel):
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[PendingMessage]:
         """Posts several messages as one NCCL group."""
-        import torch
-
         for tensor, peer in (*sends, *receives):
             check_message(self.spec, tensor, peer, "cuda")
         self._check_usable()
@@ -142,8 +125,6 @@ class NcclChannel(Channel):
 
     def synchronize(self) -> None:
         """Waits on the host for the channel's stream and the current one. Raises ChannelError at the deadline."""
-        import torch
-
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         current.wait_stream(self._stream)
@@ -199,8 +180,6 @@ class NcclChannel(Channel):
 
     def close(self) -> None:
         """Destroys the communicator; aborts it if messages do not finish within the deadline."""
-        import torch
-
         self._closed.set()
         if self._communicator is not None and self._reason is None:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -222,8 +201,6 @@ class NcclChannel(Channel):
             self._agreement.close()
 
     def _destroy(self, communicator: Any) -> None:
-        import torch
-
         torch.cuda.set_device(self._device)
         communicator.destroy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -59,3 +60,12 @@ def cannot_join(spec: ChannelSpec, error: Exception) -> ChannelError:
         f"{spec.kind} channel at {spec.address}: rank {spec.rank} of {spec.size} could not join within {spec.timeout_s} s: "
         f"{error}; every rank must open its end, and the address must be free on the host of rank 0"
     )
+
+
+def nccl_environment() -> dict[str, str]:
+    """Returns the environment variables that must be set before a process first captures NCCL's operations in a CUDA graph.
+
+    Without them NCCL registers the memory of captured operations with peers. That waits for the peers on the host, and peers
+    keep writing to the address after the memory was freed and the address was reused.
+    """
+    return {"NCCL_GRAPH_REGISTER": os.environ.get("NCCL_GRAPH_REGISTER", "0")}

@@ -12,8 +12,9 @@ A refit has six steps, in this order:
 `Refit` connects two worker groups and runs all of it. `kernels/` holds the batched copies, quantization and checksums.
 """
 
+from typing import TYPE_CHECKING
+
 from dagrl.refit.carry.commit import commit_together as commit_together
-from dagrl.refit.carry.endpoint import RefitReceiver as RefitReceiver, RefitSender as RefitSender
 from dagrl.refit.connect import Refit as Refit
 from dagrl.refit.plan.planner import TIED_HEAD as TIED_HEAD, RefitPlan as RefitPlan, plan_refit as plan_refit
 from dagrl.refit.plan.summary import PlanSummary as PlanSummary
@@ -24,3 +25,16 @@ from dagrl.refit.transfers import (
     Verify as Verify,
     merge_reports as merge_reports,
 )
+
+if TYPE_CHECKING:
+    from dagrl.refit.carry.endpoint import RefitReceiver as RefitReceiver, RefitSender as RefitSender
+
+
+def __getattr__(name: str) -> object:
+    """Imports the two ends when they are first used: they need torch, which the driver does without."""
+    if name not in ("RefitReceiver", "RefitSender"):
+        raise AttributeError(f"module 'dagrl.refit' has no attribute {name!r}")
+    from dagrl.refit.carry import endpoint
+
+    found: object = getattr(endpoint, name)
+    return found

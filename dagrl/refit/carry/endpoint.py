@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import ChannelError, RefitPlanError
@@ -17,9 +18,6 @@ from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.carry.verify import checksums, compare_checksums, prepare_checksums
 from dagrl.refit.transfers import RankPlan, RefitReport
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Handshake:
@@ -34,8 +32,6 @@ class Handshake:
     def __init__(
         self, channel: Channel, digest: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device | None
     ) -> None:
-        import torch
-
         pinned = device is not None and device.type == "cuda"
         self._channel, self._digest = channel, digest
         self._senders, self._receivers = senders, receivers
@@ -154,7 +150,6 @@ class _Endpoint:
 
     def _compare_sums(self, version: int) -> None:
         """Sends the senders' checksums to the receivers, which compare them with theirs."""
-        import torch
 
         def sums(memories: Iterable[BucketMemory]) -> torch.Tensor:
             return torch.cat([self._sums[id(memory)] for memory in memories])

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from dagrl.channels.base import Channel, wait_all
 from dagrl.channels.ipc import IpcChannel
@@ -18,9 +19,6 @@ from dagrl.refit.carry.pack import Addresses, Tensors, live_scales, live_views, 
 from dagrl.refit.kernels.batched import BatchedCopy, Quantized
 from dagrl.refit.slices import STACKED
 from dagrl.refit.transfers import Move, MoveSide, RankPlan, TransferBucket
-
-if TYPE_CHECKING:
-    import torch
 
 
 class MappedMoves:
@@ -30,8 +28,6 @@ class MappedMoves:
     """
 
     def __init__(self, plan: RankPlan, tensors: Tensors, channel: Channel, lends: bool) -> None:
-        import torch
-
         self._plan, self._tensors, self._channel = plan, tensors, channel
         self._ipc = channel if isinstance(channel, IpcChannel) else None
         self._sends = [bucket for bucket in plan.sends if bucket.mapped and self._ipc and lends]

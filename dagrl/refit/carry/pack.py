@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import scale_shape
@@ -15,8 +17,6 @@ from dagrl.refit.slices import STACKED, Box, numbered, volume
 from dagrl.refit.transfers import Move, MoveSide, TransferBucket, TransferMessage, aligned, box_of_run
 
 if TYPE_CHECKING:
-    import torch
-
     from dagrl.refit.kernels.checksum_kernel import ChecksumTable
 
 Tensors = Mapping[str, "torch.Tensor"]
@@ -95,8 +95,6 @@ class BucketMemory:
 
         The moves of the message are numbered from `first`.
         """
-        import torch
-
         quantized: list[Quantized] = []
         for owner, (move, offset) in enumerate(zip(message.moves, message.offsets, strict=True), first):
             parts, scales = self.live[owner], self._scales[owner]
@@ -157,8 +155,6 @@ def bind_staging(memories: Sequence[BucketMemory]) -> int:
 
     A bucket to relay is packed when all earlier messages have arrived: one buffer is enough.
     """
-    import torch
-
     largest = max((memory.staged_bytes for memory in memories), default=0)
     device = memories[0].live[0][0].device if memories else torch.device("cpu")
     buffers = 1 if all(memory.bucket.relay and memory.side == "source" for memory in memories) else 2
@@ -170,8 +166,6 @@ def bind_staging(memories: Sequence[BucketMemory]) -> int:
 
 def wire_dtype(move: Move) -> torch.dtype:
     """Returns the dtype of a move on the wire."""
-    import torch
-
     dtype = getattr(torch, move.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -202,8 +196,6 @@ def live_scales(move: Move, tensors: Tensors, side: MoveSide) -> list[torch.Tens
     scales = move.source_scales if side == "source" else move.scales
     if scales is None:
         return []
-    import torch
-
     parts = views(tensors, scales.tensor, scales.local, scale_shape(move.extents))
     for part in parts:
         if part.dtype != torch.float32:
@@ -222,8 +214,6 @@ def _message_parts(
 
 def raw(part: torch.Tensor) -> torch.Tensor:
     """Returns FP8 as bytes, as few kernels support it."""
-    import torch
-
     return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
 
 
@@ -267,8 +257,6 @@ class Addresses:
         return self._read() != self._known
 
     def _read(self) -> list[int]:
-        import torch
-
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are subclasses, slow with it
             return [self._tensors[name].data_ptr() for name in self._names]
 

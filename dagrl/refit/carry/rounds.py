@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from dagrl.channels.base import Channel, PendingMessage, wait_all
 from dagrl.refit.carry.pack import Addresses, BucketMemory, bind_staging, moved_tensors
 from dagrl.refit.transfers import RankPlan
-
-if TYPE_CHECKING:
-    import torch
 
 BucketCallback = Callable[[BucketMemory], None]
 

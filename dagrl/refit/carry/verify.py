@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RunError
 from dagrl.refit.kernels.rows import WORD, SummedView
 from dagrl.refit.transfers import Move
 
 if TYPE_CHECKING:
-    import torch
-
     from dagrl.refit.carry.pack import BucketMemory
 
 _COLUMNS = 1024
@@ -41,8 +41,6 @@ def prepare_checksums(memory: BucketMemory) -> None:
 
 def checksums(memory: BucketMemory) -> torch.Tensor:
     """Returns `[moves, 2]` int64: the two sums of each move. On a GPU it is one launch, always into the same tensor."""
-    import torch
-
     if memory.checksums is not None:
         return memory.checksums.launch()
     return torch.stack([checksum(contiguous_bytes(pieces)) for pieces in memory.summed()])
@@ -50,8 +48,6 @@ def checksums(memory: BucketMemory) -> torch.Tensor:
 
 def contiguous_bytes(pieces: Sequence[SummedView]) -> torch.Tensor:
     """Returns the bytes of a move: a view if it is contiguous, otherwise a copy with zeros between its views."""
-    import torch
-
     (_, view), *others = pieces
     if not others:
         return as_bytes(view.contiguous())
@@ -68,8 +64,6 @@ def checksum(raw: torch.Tensor) -> torch.Tensor:
     Sums words of eight bytes in rows of `_COLUMNS`, the last padded with zeros. Backends add int64 without a conversion; on
     CPUs this is more than ten times as fast as with smaller words.
     """
-    import torch
-
     if raw.data_ptr() % WORD:
         raw = raw.clone()
     square = len(raw) // (WORD * _COLUMNS)  # full rows
@@ -87,8 +81,6 @@ def checksum(raw: torch.Tensor) -> torch.Tensor:
 
 def _sums(rows: torch.Tensor, first: int) -> torch.Tensor:
     """Returns the plain sum, and the sum weighted by row (numbered from `first`) and column."""
-    import torch
-
     words = (rows >> 32).mul_(_UPPER).add_(rows)
     of_rows, of_columns = words.sum(1), words.sum(0)
     weighted = (of_rows * _weights(len(of_rows), first, rows.device)).sum() + (
@@ -98,8 +90,6 @@ def _sums(rows: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _weights(count: int, first: int, device: torch.device) -> torch.Tensor:
-    import torch
-
     return torch.arange(first, first + count, dtype=torch.int64, device=device) * 2 + 1
 
 

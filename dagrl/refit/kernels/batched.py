@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from dagrl.refit.fp8 import quantize_blocks
 from dagrl.refit.kernels.rows import as_rows
 
@@ -43,8 +45,6 @@ class BatchedCopy:
 
     def run(self, alone: bool = False) -> None:
         """Copies everything, on the current stream. `alone` uses the whole GPU; otherwise most of it is left to NCCL."""
-        import torch
-
         if self._table is not None:
             self._table.launch(alone)
         if self._others:
@@ -62,8 +62,6 @@ class BlockQuantizer:
 
     def run(self, alone: bool = False) -> None:
         """Quantizes all parts; on GPUs on the current stream. `alone` uses the whole GPU, as in `BatchedCopy.run`."""
-        import torch
-
         for table in self._tables:
             table.launch(alone)
         for weight, place, scale_place in self._others:
@@ -73,8 +71,6 @@ class BlockQuantizer:
 
 
 def _has_kernel(weight: Tensor) -> bool:
-    import torch
-
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 

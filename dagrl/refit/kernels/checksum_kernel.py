@@ -7,16 +7,13 @@ machines with a GPU: Triton comes with torch's CUDA builds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 from dagrl.refit.kernels.rows import WORD, SummedView, entries, in_rows
-
-if TYPE_CHECKING:
-    import torch
 
 _FIELDS = 8  # those of a `ChecksumEntry`, and its first tile
 _TILE = 4096  # units
@@ -31,8 +28,6 @@ class ChecksumTable:
     """
 
     def __init__(self, moves: Sequence[Sequence[SummedView]], columns: int, weight: int, upper: int, alone: bool) -> None:
-        import torch
-
         self._scattered = [view for pieces in moves for _, view in pieces if not in_rows(view)]
         self._gathered = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in self._scattered]
         gathered = iter(self._gathered)
@@ -49,8 +44,6 @@ class ChecksumTable:
 
     def launch(self) -> torch.Tensor:
         """Computes the sums on the current stream and returns them, `[moves, 2]` int64; the same tensor each time."""
-        import torch
-
         if self._scattered:
             with torch.inference_mode():  # vLLM's parameters may be inference tensors
                 torch._foreach_copy_(self._gathered, self._scattered)

@@ -7,16 +7,13 @@ while another is packed. Import this module only on machines with a GPU: Triton 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 from dagrl.refit.kernels.rows import MOST_UNITS, StridedRows
-
-if TYPE_CHECKING:
-    import torch
 
 _FIELDS = 8
 """Of an entry: target, source, units per row, units of all rows, both strides in bytes, first tile, bytes per unit."""
@@ -31,8 +28,6 @@ class CopyTable:
     """All copies of `rows`, on `device`."""
 
     def __init__(self, rows: Sequence[StridedRows], device: torch.device) -> None:
-        import torch
-
         entries = np.array([_entry(row) for row in rows], np.int64).reshape(-1, _FIELDS)
         tiles = -(-entries[:, 3] // _TILE)
         entries[:, 6] = np.cumsum(tiles) - tiles

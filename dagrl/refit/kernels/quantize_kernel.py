@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
@@ -33,8 +34,6 @@ class BlockTable:
     """All blocks of `parts`, of one dtype: (weight, target of its FP8, target of its scales). See `BlockQuantizer`."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        import torch
-
         self._parts = list(parts)  # keeps their memory alive: the table holds addresses only
         weight = parts[0][0]
         rows = np.concatenate([_rows(*matrix) for part in parts for matrix in _matrices(*part)])

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from dagrl.channels.nccl import nccl_environment
+from dagrl.channels.spec import nccl_environment
 from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.settings import sends_adapters
 from dagrl.refit.slices import WeightSlice
@@ -22,7 +22,6 @@ from dagrl.workers.fsdp.checks import check_model, routed_experts
 from dagrl.workers.train.adapters import write_adapters
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, run_on_all_ranks
-from dagrl.workers.train.hf_export import export_hf
 from dagrl.workers.train.hf_load import has_scalar_head
 
 if TYPE_CHECKING:
@@ -215,6 +214,7 @@ class FsdpBackend:
         """Writes the model in `policy.precision` with merged weights, and any adapters in PEFT's format."""
         from dagrl.refit.sources import tensors_of
         from dagrl.workers.fsdp.sent import sent_slices
+        from dagrl.workers.train.hf_export import export_hf
 
         assert group is not None, "`setup` has joined one"
         spec, net, precision = self._spec, self.model.net, self._policy.precision

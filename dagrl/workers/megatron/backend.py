@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from dagrl.channels.nccl import nccl_environment
+from dagrl.channels.spec import nccl_environment
 from dagrl.config import Config, FsdpConfig, Json, OptimizerConfig, PolicyConfig
 from dagrl.config.settings import sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture, step_tflop
 from dagrl.workers.megatron.groups import end_groups, start_groups
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
@@ -32,7 +31,6 @@ from dagrl.workers.train.adapters import (
 )
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks
-from dagrl.workers.train.hf_export import export_hf
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 
 if TYPE_CHECKING:
@@ -95,13 +93,15 @@ class MegatronBackend:
     @staticmethod
     def prepare() -> None:
         """Imports Megatron-Core."""
+        from dagrl.workers.megatron import cpu
+
         cpu.adapt()
         import dagrl.workers.megatron.model
         import dagrl.workers.megatron.trainer  # noqa: F401
 
     def setup(self, address: str) -> None:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
-        cpu.adapt()
+        self.prepare()
         from dagrl.workers.megatron.experts import check_grouped_kernel
         from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
         from dagrl.workers.train.optimizer import OptimizerSteps
@@ -219,6 +219,8 @@ class MegatronBackend:
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model with merged weights, and any adapters in PEFT's format."""
+        from dagrl.workers.train.hf_export import export_hf
+
         slices = [self.slices_of(rank) for rank in range(self.context.layout.world_size)]
         with self._merged():
             tensors, precision = self.trainer.model.tensors(), self.config.policy.precision

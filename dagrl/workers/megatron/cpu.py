@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from dagrl.errors import ConfigError
 
 _MODULES = (
@@ -43,8 +45,6 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
 def adapt() -> None:
     """Prepares this process for Megatron-Core. Call it after `import torch` and before Megatron is imported."""
-    import torch
-
     if torch.cuda.is_available():
         import_engine()
         return
@@ -57,8 +57,6 @@ def adapt() -> None:
 
 @cache
 def _patch_megatron() -> None:
-    import torch
-
     with _no_compilation():
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
@@ -74,8 +72,6 @@ def _patch_megatron() -> None:
 @contextlib.contextmanager
 def _no_compilation() -> Iterator[None]:
     """Makes `@torch.compile` return functions unchanged. It would import inductor at their definition."""
-    import torch
-
     original = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
     try:
@@ -87,8 +83,6 @@ def _no_compilation() -> Iterator[None]:
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
     """Makes `tensor.type()` return "torch.cuda.FloatTensor" for CPU tensors, as Megatron's optimizers require."""
-    import torch
-
     if torch.cuda.is_available():
         yield
         return
@@ -127,8 +121,6 @@ class _Stream:
 
 
 def _torch_view() -> ModuleType:
-    import torch
-
     stream = _Stream()
     view, cuda = _View(torch), _View(torch.cuda)
     vars(cuda).update(
@@ -144,8 +136,6 @@ def _torch_view() -> ModuleType:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
         if device is not None and torch.device(device).type == "cuda":
             device = "cpu"
@@ -156,7 +146,6 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _pass_split_sizes_as_numbers() -> None:
     """Converts split sizes to NumPy for the token dispatcher. Megatron does that only when copying from a GPU."""
-    import torch
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     original = moe_utils.maybe_move_tensor_to_cpu
@@ -171,7 +160,6 @@ def _pass_split_sizes_as_numbers() -> None:
 
 def _gather_unequal_parts() -> None:
     """Pads the unequal parts that etp-sharded experts gather, because Gloo needs equal sizes."""
-    import torch
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
@@ -199,8 +187,6 @@ def _gather_unequal_parts() -> None:
 
 def import_engine() -> None:
     """Imports Transformer Engine if it is installed, as Megatron does. Raises ConfigError if it cannot be imported."""
-    import torch
-
     try:
         version = metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
@@ -23,7 +25,6 @@ from dagrl.workers.train.groups import run_on_all_ranks
 from dagrl.workers.train.hf_load import INDEX, local_view, read_hf_config
 
 if TYPE_CHECKING:
-    import torch
     from huggingface_hub import StateDictSplit
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -49,7 +50,6 @@ def export_hf(
     an earlier model. Raises CheckpointError on all ranks if the directory holds anything else, a rank cannot read its part,
     or writing fails. If a rank ends or misses the deadline, that also breaks `group` permanently.
     """
-    import torch
     from huggingface_hub import split_state_dict_into_shards_factory
 
     target, partial = Path(directory), Path(f"{directory}.partial")
@@ -106,8 +106,6 @@ class _Parameter:
 
 def _parameters(slices: Sequence[Sequence[WeightSlice]], dtype: torch.dtype) -> dict[str, _Parameter]:
     """Returns the parameters by name, in order. Slices without a dtype have `dtype`."""
-    import torch
-
     boxes_by_name: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(slices):
         for piece in expand(pieces):
@@ -140,8 +138,6 @@ Held = dict[str, dict[Box, "Tensor"]]
 
 def _read(parameters: Sequence[_Parameter], tensors: Mapping[str, Tensor], rank: int) -> Held:
     """Copies what this rank gives of the parameters to host memory."""
-    import torch
-
     held: Held = {}
     try:
         for parameter in parameters:
@@ -161,7 +157,6 @@ def _read(parameters: Sequence[_Parameter], tensors: Mapping[str, Tensor], rank:
 
 def _send_to_first(parameters: Sequence[_Parameter], held: Held, rank: int, group: ProcessGroup | None) -> None:
     """Sends the boxes of all ranks to rank 0."""
-    import torch
     import torch.distributed as dist
 
     for parameter in parameters:

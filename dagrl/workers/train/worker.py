@@ -24,7 +24,7 @@ from dagrl.data.media import MediaStore, with_fullest
 from dagrl.errors import ConfigError, RunError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
-from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
+from dagrl.refit import RankPlan, RefitReport, commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import POLICY, Algorithm, algorithm_for
 from dagrl.rl.routed_experts import with_empty_record
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from dagrl.refit import RefitSender
     from dagrl.workers.train.checkpoint import Saving
     from dagrl.workers.train.losses import MicrobatchLoss
     from dagrl.workers.train.microbatches import Microbatch, Microbatches
@@ -533,6 +534,8 @@ class TrainWorker:
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Opens the channel to the generation workers and prepares to send by `plan`."""
+        from dagrl.refit import RefitSender
+
         if self._channel is not None:
             self._channel.close()
         self._channel = self._sender = None  # free its staging buffers first

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from dagrl.channels.nccl import nccl_environment
+from dagrl.channels.spec import nccl_environment
 from dagrl.config import Config, GenerationConfig, Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.machine import VISIBLE, gpu_count

@@ -17,7 +17,7 @@ from dagrl.config import Config, Json
 from dagrl.config.settings import recomputes_kv_cache, sends_adapters
 from dagrl.data.media import MEDIA, MediaStore
 from dagrl.errors import ConfigError, RunError
-from dagrl.refit import RankPlan, RefitReceiver, RefitReport, commit_together, merge_reports
+from dagrl.refit import RankPlan, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.generation import (
     AS_CONFIGURED,
@@ -61,6 +61,8 @@ from dagrl.workers.vllm.quantization import compute_dtype, quantization_argument
 if TYPE_CHECKING:
     import torch
     from vllm import LLMEngine
+
+    from dagrl.refit import RefitReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -302,6 +304,8 @@ class VllmWorker:
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Joins the channel of a refit, collectively over its ranks. Replaces the channel of an earlier plan."""
+        from dagrl.refit import RefitReceiver
+
         self._close_channel()
         self._enter_device()
         self._channel = open_channel(channel)
