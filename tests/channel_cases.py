@@ -24,11 +24,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dagrl.channels import Channel, ChannelSpec, loans, open_channel
+from dagrl.channels import Channel, ChannelSpec, ipc_memory, open_channel
 from dagrl.channels.base import wait_all
 from dagrl.channels.ipc import IpcChannel
-from dagrl.channels.ipc_memory import HostSegment
-from dagrl.channels.loans import BORROWED
+from dagrl.channels.ipc_memory import BORROWED, HostSegment
 from dagrl.errors import ChannelError, DagrlError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, plan_refit
 from dagrl.runtime.layout import ParallelLayout
@@ -551,7 +550,7 @@ def mapped_refit(place: cases.Place) -> object:
     channel, memory = place.open(), SharedMemory()
     assert isinstance(channel, IpcChannel)
     if place.device == "cpu":
-        loans.allocation_of = memory.allocation_of  # type: ignore[assignment]
+        ipc_memory.allocation_of = memory.allocation_of  # type: ignore[assignment]
     weights = hf_weights(cases.CONFIG)
     expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
     held = megatron_tensors(weights, cases.CONFIG, layout, 0) if place.rank == 0 else zeros_like(expected)
@@ -574,7 +573,7 @@ def mapped_refit(place: cases.Place) -> object:
                 end.reclaim()
                 assert not channel._table[1, BORROWED]
             if version == 5:
-                loans.allocation_of = lambda tensor: None
+                ipc_memory.allocation_of = lambda tensor: None
             for name, tensor in allocated({name: one.data for name, one in live.items()}).items():
                 live[name].data = tensor
         _ = end.send(version) if isinstance(end, RefitSender) else end.receive(version)

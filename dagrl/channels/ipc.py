@@ -25,8 +25,7 @@ import torch
 
 from dagrl.channels.agreement import AGREEMENTS
 from dagrl.channels.base import MAILBOX_SLOTS, Channel, PendingMessage, as_bytes, check_message
-from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
-from dagrl.channels.loans import Borrowed, Loans
+from dagrl.channels.ipc_memory import Borrowed, HostSegment, Loans, Segment, attach_segment, create_segment
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import within
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 6
-"""Columns of the table, a row a pair: messages written and read, newest mailbox, mapped one; two more are of `loans.py`."""
+"""Columns of the table, a row a pair: messages written and read, newest mailbox, mapped one; two more are of `Loans`."""
 _SPIN_S = max(2e-3, LONG_SPIN_S)  # longer than a copy, and the peer's wait for it
 _PAUSE_S, _ALIVE_S = 5e-5, 0.1  # then sleep this long; check this often that the peer is alive
 _KEPT_BYTES = 4096  # smaller mailboxes on the host outlive `release`: to make one again takes requests to the store

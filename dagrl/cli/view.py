@@ -11,8 +11,7 @@ from pathlib import Path
 from dagrl.errors import ConfigError
 from dagrl.files import write_whole
 from dagrl.telemetry.view.data import RunView
-from dagrl.telemetry.view.page import exported_page
-from dagrl.telemetry.view.server import serving
+from dagrl.telemetry.view.server import exported_page, serving
 
 logger = logging.getLogger(__name__)
 

@@ -1,28 +1,145 @@
 """A run that is ready for its first step: workers are up and phases are compiled. `start.py` opens it.
 
-The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, the recorder, the checkpoints.
+The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, the checkpoints, and the recorder, which keeps
+metrics of each step, progress on the terminal, the workers' trace, and the final summary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from dagrl.config import Config, GrpoConfig, Json, PreferenceConfig, SftConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import TRAIN
-from dagrl.errors import StopRequestedError
+from dagrl.errors import RunError, StopRequestedError
+from dagrl.rl.rollout.scoring import Untrained
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.model import save_tokenizer
 from dagrl.run.preflight import Inputs
-from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
 from dagrl.run.resume import REFERENCE
+from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.stop import StopSignal
-from dagrl.run.update_count import UpdateCount
 from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.metrics import GRAD_NORM, MASKED_MINIBATCHES
+from dagrl.telemetry.progress import Progress
+from dagrl.telemetry.record import RunPaths, RunRecord
+from dagrl.telemetry.timing import PhaseClock
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
+
+TRACE_PERIOD = 20
+"""Steps between two collections of the workers' trace events."""
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Writes to `paths`. `at_end` runs its callbacks after the workers have ended."""
+
+    paths: RunPaths
+    record: RunRecord
+    progress: Progress
+    trace: TraceWriter | None
+    clock: PhaseClock
+    groups: Sequence[WorkerGroup]
+    at_end: ExitStack
+    rollouts: RolloutLog | None = None
+
+    def step(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
+        """Records finished step `step` of the run, which is step `position` of `total` in its stage."""
+        self.record.log(step, stage, metrics)
+        self.progress.step(position, total, metrics, stage=stage)
+        if step % TRACE_PERIOD == 0:
+            self.write_trace()
+
+    def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
+        """Keeps samples of `step` that no step trains on in `rollouts/`, if the run has that."""
+        if self.rollouts is not None:
+            self.rollouts.keep_untrained(untrained, step)
+
+    def write_trace(self) -> None:
+        """Moves the workers' trace events into the trace file."""
+        if self.trace is None:
+            return
+        for group in self.groups:
+            for rank, runs in enumerate(group.drain_runs()):
+                process = process_label(group, rank)
+                self.trace.write(
+                    TraceEvent(
+                        run.label.partition(".")[2],
+                        "warm-up" if run.warmup else "replay",
+                        run.start_ns,
+                        run.end_ns - run.start_ns,
+                        process,
+                        "replays",
+                        {"phase": run.phase, "replay": run.replay},
+                    )
+                    for run in runs
+                )
+
+    def summarize(self) -> None:
+        """Shows where the time went, and the files written, when the workers have ended. A failed run is summarized too."""
+        self.at_end.callback(lambda: self.progress.summary(self.clock.totals, self.paths.written()))
+
+
+def process_label(group: WorkerGroup, rank: int) -> str:
+    """Returns the name of a worker's row in the trace."""
+    return f"{group.role.name} {rank} ({group.layout.coordinates(rank)})"
+
+
+LIMIT_KEY = "policy.optimizer.max_skipped_steps"
+
+NO_TOKENS = (
+    "no token was in the loss: the reward returned None or failed for every sample, or grpo.overlong_filtering left none"
+)
+ZERO = (
+    "the gradient was 0: the advantages are all zero, as the rewards of every prompt's completions are equal "
+    "(reward/equal_groups), or the loss does not depend on the policy"
+)
+NOT_FINITE = "the gradient norm was {norm:g}: the loss overflows for these batches, or the weights are not finite"
+
+
+@dataclass
+class UpdateCount:
+    """Counts steps of this process that changed weights, in all and in the stage, and those in a row that changed none."""
+
+    changed: int = 0
+    changed_in_stage: int = 0
+    unchanged: int = 0
+    reason: str = ""
+    stage: str = ""
+
+    def begin(self, stage: str, steps: int) -> None:
+        """Ends the stage before as `check_end` does, and begins another. `steps` of the run were taken before, also by an
+        earlier process, of which some have changed weights."""
+        self.check_end()
+        self.stage, self.changed, self.changed_in_stage, self.unchanged = stage, steps, 0, 0
+
+    def count(self, metrics: Mapping[str, float], limit: int) -> None:
+        """Counts a finished step. Raises RunError if the last `limit` steps changed no weights."""
+        if GRAD_NORM not in metrics and not metrics.get(MASKED_MINIBATCHES):
+            return  # only a critic learned, or workers of another kind do not say
+        norm = metrics.get(GRAD_NORM)
+        if norm is not None and math.isfinite(norm) and norm > 0:
+            self.changed, self.changed_in_stage, self.unchanged = self.changed + 1, self.changed_in_stage + 1, 0
+            return
+        self.unchanged += 1
+        self.reason = NO_TOKENS if norm is None else ZERO if norm == 0 else NOT_FINITE.format(norm=norm)
+        if self.unchanged >= limit:
+            raise RunError(f"the last {limit} steps ({LIMIT_KEY}) changed no weights. In the last of them {self.reason}")
+
+    def check_end(self) -> None:
+        """Raises RunError if the stage has steps and none changed weights; if gradients were 0, as they may be when rewards
+        are equal for a while, only if none of the run did."""
+        if self.unchanged and not (self.changed if self.reason == ZERO else self.changed_in_stage):
+            raise RunError(
+                f"the run has learned nothing: none of its {self.unchanged} {self.stage} steps changed weights. In the last "
+                f"of them {self.reason}"
+            )
 
 
 @dataclass(frozen=True)

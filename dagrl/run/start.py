@@ -36,11 +36,10 @@ from dagrl.run.fleet import Fleet
 from dagrl.run.model import copy_processor, write_random_model
 from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
-from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
 from dagrl.run.resume import SAVED_ROLES
 from dagrl.run.rollout_log import RolloutLog
-from dagrl.run.session import LastStep, Session
+from dagrl.run.session import LastStep, Recorder, Session, process_label
 from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions

@@ -9,7 +9,7 @@ The way of one replay, from a phase to a worker's method and back:
     dagrl_engine.py   `DagrlGraph.submit` writes the packet to the input's edge (`executors/edge.py`, `edges/`)
     loop.py           the loop of a worker reads it, runs its nodes and writes their results to further edges
     node.py           `run_node` waits for the worker's turn and calls the method
-    dagrl_engine.py   `Outputs.read` reads what the driver gets; `passes/gather.py` puts lists together
+    dagrl_engine.py   `Outputs.read` reads what the driver gets; `passes.py` puts lists together
     failures.py       `collect_outcome` waits for the graphs, and makes one error of what went wrong
     replay.py         `Replay.result` joins the shards' results
 """

@@ -109,7 +109,7 @@ def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentR
 @dataclass(frozen=True)
 class PhaseGraph:
     """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes that the driver reads: one, or
-    the items of a list (`passes/gather.py`).
+    the items of a list (`passes.py`).
 
     `aliases`: workers on the actor of an earlier one, and that one.
     """

@@ -116,7 +116,7 @@ def both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[IpcChannel]]:
 
 
 def lend(lender: IpcChannel, handle: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("dagrl.channels.loans._describe", lambda tensors: json.dumps([[handle], {}]))
+    monkeypatch.setattr("dagrl.channels.ipc_memory._describe", lambda tensors: json.dumps([[handle], {}]))
     return lender.lend({})
 
 

@@ -15,7 +15,7 @@ from dagrl.errors import StopRequestedError
 from dagrl.rl.algorithm import Algorithm
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import critic, policy_update
+from dagrl.run.loops import policy_update
 from dagrl.run.session import LastStep
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
@@ -40,7 +40,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[ScoredGroup], Ba
     """Of each step: its groups, the batch that the policy learns, and the batch that the critic learns."""
     seen: list[tuple[list[ScoredGroup], Batch, Batch]] = []
 
-    class Watched(critic.CriticStep):
+    class Watched(policy_update.CriticStep):
         def judged_batch(self) -> Batch:
             batch = super().judged_batch()
             seen.append((groups[-1], batch, self._batch))

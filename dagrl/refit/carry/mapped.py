@@ -1,9 +1,9 @@
 """Refits between two processes on one GPU: the receiver maps the sender's live tensors and copies from them into its own.
 
-There is no message and no staging memory. The sender lends its tensors (`channels/loans.py`) and waits until they are read,
-so the GPU changes from one process to the other once, not for each bucket. To map and unmap 200 allocations takes 25 ms, in
-which a GPU could copy 35 GB, so they stay mapped until the sender reclaims them. Senders that do not promise to do so, and
-memory that cannot be mapped, are left to messages.
+There is no message and no staging memory. The sender lends its tensors (`Loans` of `channels/ipc_memory.py`) and waits until
+they are read, so the GPU changes from one process to the other once, not for each bucket. To map and unmap 200 allocations
+takes 25 ms, in which a GPU could copy 35 GB, so they stay mapped until the sender reclaims them. Senders that do not promise
+to do so, and memory that cannot be mapped, are left to messages.
 """
 
 from __future__ import annotations

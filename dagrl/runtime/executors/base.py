@@ -18,7 +18,7 @@ from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
 from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
-from dagrl.runtime.passes.hosts import RELAY
+from dagrl.runtime.passes import RELAY
 
 logger = logging.getLogger(__name__)
 

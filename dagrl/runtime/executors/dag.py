@@ -19,8 +19,7 @@ from dagrl.runtime.edges.pickling import UnreadableError, dump, load
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, accelerated, node_calls
 from dagrl.runtime.executors.node import NodeCall, abort, failed_packet, run_node
 from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
-from dagrl.runtime.passes.gather import Gathering
-from dagrl.runtime.passes.hosts import Hosts, with_relays
+from dagrl.runtime.passes import Gathering, Hosts, with_relays
 
 LOOPS = "_ray_system"
 """Ray's concurrency group for graph loops. It has one thread unless the actor was made with more, and each live graph of

@@ -29,7 +29,7 @@ from dagrl.runtime.executors.dag import LOOPS, BoundNode, bind_graph, nodes_of
 from dagrl.runtime.executors.edge import DRIVER, EdgeAddress, EdgeReader, EdgeSpec, EdgeWriter, Reader
 from dagrl.runtime.executors.loop import LoopNode, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
-from dagrl.runtime.passes.hosts import Hosts
+from dagrl.runtime.passes import Hosts
 
 DEATH_S = 10.0
 """Deadline for Ray to say which worker died, after edges were closed."""

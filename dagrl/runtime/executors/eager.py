@@ -15,7 +15,7 @@ from dagrl.runtime.edges.packet import Packet, payload_bytes
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, node_calls
 from dagrl.runtime.executors.node import NodeCall, run_node
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.passes.gather import Gathering
+from dagrl.runtime.passes import Gathering
 
 INLINE_BYTES = 16 << 10
 """Inputs up to this size are sent with each call: a `ray.put` and a get on every worker take longer."""

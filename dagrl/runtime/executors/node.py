@@ -29,7 +29,7 @@ from dagrl.machine import starved_s
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares, accelerator_tensors
 from dagrl.runtime.graph import Arguments, Json
-from dagrl.runtime.passes.hosts import RELAY
+from dagrl.runtime.passes import RELAY
 from dagrl.runtime.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)

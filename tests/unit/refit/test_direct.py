@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dagrl.refit import RefitPlan, WeightSlice, plan_refit
+from dagrl.refit.carry.endpoint import RefitRounds
 from dagrl.refit.carry.pack import BucketMemory
-from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.planner import BUCKET_BYTES
 from dagrl.refit.slices import Box, is_contiguous_box
 from dagrl.refit.transfers import DIRECT_BYTES, Move, MoveSide, adjoin, aligned, box_of_run, split_messages

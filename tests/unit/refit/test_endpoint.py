@@ -28,8 +28,8 @@ from dagrl.refit import (
     merge_reports,
     plan_refit,
 )
+from dagrl.refit.carry.endpoint import RefitRounds
 from dagrl.refit.carry.pack import BucketMemory, bind_staging
-from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.kernels.batched import BatchedCopy
 from dagrl.refit.slices import Box, Scales, expand
 from dagrl.workers.megatron.weights import megatron_weight_slices
@@ -229,7 +229,7 @@ def test_old_staging_is_freed_before_moved_tensors_are_bound_again(monkeypatch: 
         there.append(sum(message() is not None for message in before))
         return bind_staging(memories)
 
-    monkeypatch.setattr("dagrl.refit.carry.rounds.bind_staging", bind)
+    monkeypatch.setattr("dagrl.refit.carry.endpoint.bind_staging", bind)
     sender.send(1)
     assert before[0]() is not None and not there
     sent.data = source()

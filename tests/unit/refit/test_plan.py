@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit import RefitPlan, Verify, WeightSlice, plan_refit
-from dagrl.refit.carry.rounds import RefitRounds
+from dagrl.refit.carry.endpoint import RefitRounds
 from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered
 from dagrl.refit.plan.ordering import BETWEEN_HOSTS, order_rounds, simulate
 from dagrl.refit.plan.routes import RankPair

@@ -19,8 +19,8 @@ from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.loops.sft import evaluate, learning_rate, train_sft
 from dagrl.run.plans import train_buckets
 from dagrl.run.preflight import Inputs, limit_steps
+from dagrl.run.session import UpdateCount
 from dagrl.run.stop import StopSignal
-from dagrl.run.update_count import UpdateCount
 from dagrl.runtime.shapes import Bucket
 
 

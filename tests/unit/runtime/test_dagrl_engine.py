@@ -31,7 +31,7 @@ from dagrl.runtime.executors.edge import DRIVER
 from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.executors.ray_engine import RayGraph, compile_dag, driver_settings
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
-from dagrl.runtime.passes.hosts import Hosts
+from dagrl.runtime.passes import Hosts
 from dagrl.runtime.shapes import Batch
 from tests.unit.runtime.unreadable import Unreadable
 

@@ -18,8 +18,7 @@ from dagrl.runtime.executors.base import GraphLimits, node_calls, result_rooms
 from dagrl.runtime.executors.node import install, run_node
 from dagrl.runtime.graph import Constant, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.passes.gather import DRIVER_PARTS, LARGE_BYTES, Gathering
-from dagrl.runtime.passes.hosts import FAN_OUT, RELAY, Hosts, with_relays
+from dagrl.runtime.passes import DRIVER_PARTS, FAN_OUT, LARGE_BYTES, RELAY, Gathering, Hosts, with_relays
 from dagrl.runtime.phase import Phase, Role, Shard, join, methods_of, phase
 
 HEADER = Header("phase", 0, False, {"train": 0}, 10.0)

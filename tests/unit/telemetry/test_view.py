@@ -17,8 +17,7 @@ import pytest
 from dagrl.cli.main import main
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, table_of
 from dagrl.telemetry.view.data import RunView, to_json, token_kl
-from dagrl.telemetry.view.page import exported_page
-from dagrl.telemetry.view.server import serving
+from dagrl.telemetry.view.server import exported_page, serving
 from tests.unit.telemetry.run_directory import MARKUP, make_run, sample_row
 
 

@@ -1,1 +1,0 @@
-"""Graph passes: rewrite a traced graph before it is compiled."""
