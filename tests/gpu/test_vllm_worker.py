@@ -20,7 +20,7 @@ import torch
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.graphs.phases import generate
-from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.rl.generation import FinishedRequest, Generated, RequestOptions, options_text
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
@@ -197,13 +197,18 @@ def test_seeds_and_aborts(engine: Engine) -> None:
     assert [row.request_id for row in engine.run(requests([], []))] == [1, 4, 5, 6, 7, 8]
 
 
-def test_replayed_steps_change_no_token(engine: Engine) -> None:
-    """Requests end after different steps, so that batches are padded to the sizes of graphs. Half of them are greedy."""
+@pytest.mark.parametrize("options", [RequestOptions(), RequestOptions(temperature=0.8, top_p=0.9)], ids=["plain", "top_p"])
+def test_replayed_steps_change_no_token(engine: Engine, options: RequestOptions) -> None:
+    """Requests end after different steps, so that batches are padded to the sizes of graphs. Half of them are greedy.
+
+    A quarter has `options`.
+    """
     engine.write(0, 7)
     engine.run(batch(1))
     drawn = batch(1, greedy=False, steps=64)
     lengths, greedy = np.arange(9, 73, 8), np.arange(8) % 2
     drawn = Batch({**drawn.fields, "max_new_tokens": lengths, "greedy": greedy}, drawn.scalars)
+    drawn = drawn.with_scalars(options=options_text({3: options, 7: options}))
     rows: list[list[tuple[list[int], list[float]]]] = []
     for replays in (False, True):
         engine.group.call_function(vllm_calls.replay_steps, replays)

@@ -29,6 +29,10 @@ RELEASES = ("0.26.",)
 """Releases of vLLM whose model runner these steps are of."""
 
 
+FEWEST_FILTERED = 8
+"""Rows from which on vLLM applies top-k and top-p by one kernel; a padded batch of fewer might take another."""
+
+
 class LaterSteps:
     """Tokens, log-probabilities and ranks of the later steps of a burst, on their way to the host."""
 
@@ -57,6 +61,7 @@ class _Size:
     padded: Any
     batch: Any
     after_and_before: torch.cuda.CUDAGraph | None = None
+    scratch: tuple[Tensor, ...] = ()  # which the graph writes, and vLLM would replace by larger ones
 
 
 class BurstGraphs:
@@ -66,7 +71,7 @@ class BurstGraphs:
         import torch
 
         self._runner = runner
-        self._sizes: dict[tuple[int, bool], _Size] = {}
+        self._sizes: dict[tuple[int, tuple[bool, ...]], _Size] = {}
         rows, device = runner.max_num_reqs, runner.device
         self._found = (
             torch.zeros(most, rows, dtype=torch.int64, device=device),
@@ -111,6 +116,7 @@ class BurstGraphs:
     def run(self, batch: Any, steps: int) -> LaterSteps | None:
         """Runs `steps` steps after the one that has just sampled `batch`. None if it has no graph: nothing ran then."""
         import torch
+        from vllm.v1.sample.ops import topk_topp_triton
 
         with torch.inference_mode():
             size = self._size(batch)
@@ -123,6 +129,7 @@ class BurstGraphs:
                 if size.after_and_before is None:  # compiles what the graph will launch
                     self._after_and_before(size.batch)
                     size.after_and_before = self._captured(size.batch) if step + 1 < steps else None
+                    size.scratch = tuple(topk_topp_triton._TRITON_BUFFER_CACHE.values())
                 else:
                     size.after_and_before.replay()
             found = tuple(values[:steps, : batch.num_reqs].clone() for values in self._found)
@@ -137,16 +144,17 @@ class BurstGraphs:
         padded = runner.cudagraph_manager.dispatch(rows, rows, 1, 0)
         if padded.cg_mode != CUDAGraphMode.FULL or (padded.num_tokens > rows and not runner.req_states.free_indices):
             return None
-        filtered = (
-            np.any(states.top_k.np[slots] != states.vocab_size)
-            or np.any(states.top_p.np[slots] != 1.0)
-            or np.any(states.min_p.np[slots] != 0.0)
-        )
-        if filtered or np.any(states.num_logprobs[slots] != 0):
-            return None
         temperatures = states.temperature.np[slots]
-        scaled = bool(np.any((temperatures != 0.0) & (temperatures != 1.0)))
-        key = padded.num_tokens, scaled
+        used = (  # each has a kernel of its own
+            (temperatures != 0.0) & (temperatures != 1.0),
+            states.min_p.np[slots] != 0.0,
+            states.top_k.np[slots] != states.vocab_size,
+            states.top_p.np[slots] != 1.0,
+        )
+        features = tuple(bool(np.any(rows)) for rows in used)
+        if np.any(states.num_logprobs[slots] != 0) or (any(features[2:]) and rows < FEWEST_FILTERED):
+            return None
+        key = padded.num_tokens, features
         if key not in self._sizes:
             self._sizes[key] = self._make(batch, padded)
         return self._sizes[key]
@@ -157,14 +165,13 @@ class BurstGraphs:
 
         runner, count = self._runner, padded.num_tokens
         buffers, device = runner.input_buffers, runner.device
-        slots = np.resize(batch.idx_mapping_np, count)  # only read for which features of the sampler are in use
         own = dataclasses.replace(
             batch,
             req_ids=[*batch.req_ids, *[""] * (count - batch.num_reqs)],
             num_reqs=count,
             num_reqs_after_padding=count,
             idx_mapping=self._slots[:count],
-            idx_mapping_np=slots,
+            idx_mapping_np=np.zeros(count, np.int32),
             expanded_idx_mapping=self._slots[:count],
             expanded_local_pos=torch.zeros(count, dtype=torch.int32, device=device),
             num_scheduled_tokens=np.ones(count, np.int32),
@@ -192,6 +199,7 @@ class BurstGraphs:
         states, rows, count = self._runner.req_states, batch.num_reqs, size.batch.num_reqs
         slots = np.empty(count, np.int32)
         slots[:rows] = batch.idx_mapping_np
+        size.batch.idx_mapping_np[:] = np.resize(slots[:rows], count)  # read for which features of the sampler are in use
         for values, copy in self._hosted:
             copy.copy_(values.gpu, non_blocking=True)
         if rows < count:
