@@ -17,7 +17,7 @@ from dagrl.runtime.store import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Ranks, call, requests
-from tests.unit.rl.test_tools import CHARACTERS
+from tests.unit.rl.test_environment import CHARACTERS
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 

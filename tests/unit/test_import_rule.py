@@ -1,13 +1,16 @@
-"""Rules of imports, and the public API that the embedding example uses alone."""
+"""Rules of imports, the public API that the embedding example uses alone, and the audit of requirements."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import sys
 from functools import cache
 from inspect import ismodule
 from pathlib import Path
+
+import pytest
 
 import dagrl
 from dagrl import errors
@@ -95,3 +98,24 @@ def test_the_embedding_example_imports_from_dagrl_alone() -> None:
     tree = ast.parse((ROOT / "examples" / "embed_phase.py").read_text())
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {module for module in modules if module.partition(".")[0] == "dagrl"} == {"dagrl"}
+
+
+AUDIT = Path(__file__).parents[2] / "requirements" / "audit.py"
+
+
+def test_each_problem_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("audit", AUDIT)
+    assert spec is not None and spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    lock = tmp_path / "bad.lock"
+    lock.write_text(
+        "# versions\nnumpy==2.3.5\nNumPy==2.3.6\nJinja2==3.1.5  # old\nray>=2.60\ngit+https://x/y.git\ntorch==2.13.0+cpu\n"
+    )
+    assert audit.main([str(lock)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "bad.lock, line 3: numpy is there twice",
+        "bad.lock, line 4: jinja2 3.1.5 has CVE-2025-27516: sandbox escape; use 3.1.6 or later",
+        "bad.lock, line 5: 'ray>=2.60' is not pinned; expected: name==version",
+        "bad.lock, line 6: 'git+https://x/y.git' is not pinned; expected: name==version",
+    ]

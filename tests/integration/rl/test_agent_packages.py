@@ -9,7 +9,7 @@ import pytest
 
 from dagrl.rl.agents.episode import Limits
 from tests.unit.rl.test_agent_endpoint import END, STOP, Served
-from tests.unit.rl.test_tools import called
+from tests.unit.rl.test_environment import called
 
 pytest.importorskip("vllm")
 

@@ -27,7 +27,7 @@ from dagrl.rl.functions.runner import FunctionRunner
 from dagrl.rl.rewards import RewardRunner, Rewards, rewards_of
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.deadline import Deadline
-from tests.unit.rl.in_process import rewarded
+from tests.unit.rl.conftest import rewarded
 
 FUNCTIONS = "tests.integration.rl.reward_functions"
 

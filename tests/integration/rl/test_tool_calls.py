@@ -24,7 +24,7 @@ from dagrl.run.model import character_tokenizer
 from tests.integration.rl.test_agent_packages import served
 from tests.unit.data.published import KINDS, MISTRAL3, MISTRAL_TOKENS, Kind, tokenizer_of
 from tests.unit.rl.test_agent_endpoint import ASKED, END, ScriptedGeneration, Served, learned_texts
-from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE, add, called
+from tests.unit.rl.test_environment import CHARACTERS, TOOLS_TEMPLATE, add, called
 
 __all__ = ["add", "served"]  # a tool, and a fixture
 
@@ -47,7 +47,7 @@ def shown(*contents: str) -> str:
 
 
 def test_calls_are_answered_in_the_chat_template() -> None:
-    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    tokenizer = character_tokenizer(CHARACTERS, TOOLS_TEMPLATE)
     turns = {
         called({"name": "add", "arguments": {"a": 2, "b": 3}}): shown("5"),
         "I look: "
@@ -69,7 +69,7 @@ def test_calls_are_answered_in_the_chat_template() -> None:
 
 
 def test_calls_that_special_tokens_mark_are_found() -> None:
-    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    tokenizer = character_tokenizer(CHARACTERS, TOOLS_TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     said = "I ask." + called({"name": "add", "arguments": {"a": 2, "b": 3}})
     turn = chat_of(tokenizer).turn_text(tokenizer.encode(said), special=True)
@@ -82,7 +82,7 @@ def test_calls_that_special_tokens_mark_are_found() -> None:
 def test_a_parser_that_reads_no_turns_of_the_model_is_an_error(name: str) -> None:
     """vLLM's own for gpt-oss reads tokens alone; another one misses its marks; the last is unknown."""
     with pytest.raises(ConfigError, match=rf"environment\.tool_parser: vLLM's '{name}' cannot read .* choose another"):
-        vllm_parser(json.dumps(tool_schemas({"add": add})), name, character_tokenizer(CHARACTERS, TEMPLATE))
+        vllm_parser(json.dumps(tool_schemas({"add": add})), name, character_tokenizer(CHARACTERS, TOOLS_TEMPLATE))
 
 
 def test_a_tool_call_and_its_result(served: Served) -> None:

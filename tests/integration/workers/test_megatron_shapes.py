@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dagrl.errors import ConfigError
-from tests.unit.workers.test_megatron_weights import REAL_CASES
+from tests.unit.workers.test_megatron_architecture import REAL_CASES
 
 WITHOUT_COLLECTIONS = "import gc, runpy, sys; gc.disable(); runpy.run_module(sys.argv[1], run_name='__main__')"
 

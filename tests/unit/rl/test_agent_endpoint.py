@@ -23,7 +23,7 @@ from dagrl.rl.media import RolloutMedia
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.rl.rollout.turns import AgentTurns
 from dagrl.runtime.deadline import Deadline
-from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE
+from tests.unit.rl.test_environment import CHARACTERS, TOOLS_TEMPLATE
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -45,7 +45,7 @@ def merging_tokenizer() -> Any:
     tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": END, "unk_token": "<unk>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
-    fast.chat_template = TEMPLATE
+    fast.chat_template = TOOLS_TEMPLATE
     return fast
 
 

@@ -1,8 +1,9 @@
-"""Environments of users and of OpenEnv servers (a double of the client): state, rewards by turn, replies, and failures."""
+"""Environments of users and of OpenEnv servers (a double of the client), and tools: state, rewards by turn, replies."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,17 +17,17 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config, DataConfig, EnvironmentConfig, RewardConfig
-from dagrl.data import load_splits
+from dagrl.data import Example, Message, load_splits
+from dagrl.data.examples import with_tools
 from dagrl.data.tokenization import Prompt, encode_prompts
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, Step
+from dagrl.errors import ConfigError
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, Step, check_environment, reply_text
 from dagrl.rl.openenv import CLIENT, action_reader, observation_text
 from dagrl.rl.rewards import RewardRunner, SampleReward, rewards_of
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import with_turn_rewards
+from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.model import character_tokenizer
-from tests.unit.rl.in_process import in_process
-
-__all__ = ["in_process"]
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -342,3 +343,56 @@ def test_turns_that_are_no_actions_are_rejected() -> None:
 def test_observations_are_text_or_json() -> None:
     assert observation_text({"text": "a", "reward": 1.0, "done": False, "metadata": {}}) == "a"
     assert observation_text({"text": "ä", "left": 2}) == '{"text": "ä", "left": 2}'
+
+
+# Qwen's turns, without the rest of its template
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def untyped(a):  # type: ignore[no-untyped-def]
+    """Has no types."""
+
+
+def called(*calls: object) -> str:
+    return "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+def test_a_reply_follows_the_end_of_the_turn_that_was_sampled() -> None:
+    """Prompt, turn and reply are what the template writes for the whole conversation."""
+    tokenizer = character_tokenizer(CHARACTERS, TOOLS_TEMPLATE)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "call"}, {"role": "tool", "content": "5"}]
+    opened = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert opened + "call<|im_end|>" + reply_text(tokenizer, messages[2:]) == whole
+
+
+def test_prompts_show_the_schemas() -> None:
+    schemas = tool_schemas(load_tools([f"{__name__}:add"]))
+    chat = Example("", "5", (Message("user", "2+3"), Message("assistant", "5")), "row 0")
+    (prompt,) = encode_prompts([with_tools(chat, schemas)], character_tokenizer(CHARACTERS, TOOLS_TEMPLATE))
+    (shown_schema,) = json.loads(prompt.text.split("\n")[1].removesuffix("<|im_end|>"))
+    assert shown_schema["function"]["name"] == "add"
+    assert shown_schema["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "the first"}
+    with pytest.raises(ConfigError, match=r"row 1 is a plain prompt, but only a chat template can show environment\.tools"):
+        with_tools(Example("2+3", "5", source="row 1"), schemas)
+
+
+def test_a_tool_needs_a_schema() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.tools: untyped has no JSON schema: .*type hint"):
+        check_environment(EnvironmentConfig(tools=(f"{__name__}:untyped",)))

@@ -1,4 +1,4 @@
-"""Episodes and finished requests: tokens, texts, seeds, forced lengths, packing, and ranks that must agree."""
+"""Episodes, requests and groups: tokens, texts, dispatch to shards, order of training, records of rollouts and experts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import ForcedLengths
 from dagrl.data.tokenization import Prompt
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
+from dagrl.rl.environments import FAILED
 from dagrl.rl.generation import (
     FIRST_QUANTUM,
     FinishedRequest,
@@ -25,8 +27,26 @@ from dagrl.rl.generation import (
     pack_generated,
     quantum_steps,
 )
-from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup, forced_lengths, samples_of, stop_prefix, turn_seed
-from dagrl.runtime.shapes import Batch
+from dagrl.rl.rewards import Rewards
+from dagrl.rl.rollout.episodes import (
+    TOKEN_FIELDS,
+    Episode,
+    RolloutGroup,
+    Sample,
+    forced_lengths,
+    samples_of,
+    stop_prefix,
+    turn_seed,
+)
+from dagrl.rl.rollout.experience import TrajectoryBuffer
+from dagrl.rl.rollout.record import TokenTexts, rollout_rows, untrained_rows
+from dagrl.rl.rollout.rollouts import QuantumSize, ShardLoad, dispatch
+from dagrl.rl.rollout.scoring import TRAIN, ScoredGroup, Untrained, valid_samples
+from dagrl.rl.routed_experts import MISSING, RoutedLayers, field_bytes, field_of, join_records, routed_layers
+from dagrl.runtime.edges.packet import encoded
+from dagrl.runtime.shapes import Batch, Bucket, Field, check_batch, field_types
+from dagrl.runtime.split import Split
+from tests.unit.data.test_data import byte_tokenizer
 
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
 
@@ -203,3 +223,279 @@ def test_engine_steps_of_all_shards_or_per_shard() -> None:
     assert [quantum_steps(rows.with_scalars(engine_steps=5), shard) for shard in range(3)] == [5, 5, 5]
     assert [quantum_steps(rows.with_scalars(engine_steps=(1, 2, 0)), shard) for shard in range(3)] == [1, 2, 0]
     assert quantum_steps(rows, 1) == FIRST_QUANTUM
+
+
+def test_age_zero_is_the_synchronous_order() -> None:
+    buffer: TrajectoryBuffer[int] = TrajectoryBuffer(groups_per_step=2, max_age_steps=0)
+    trained = []
+    for version in range(1, 4):
+        started = [buffer.start() for _ in range(buffer.room())]
+        for number in reversed(started):
+            buffer.finish(number, number)
+        batch = buffer.take()
+        assert batch is not None and buffer.room() == 0, "nothing starts while training runs"
+        trained.append([group.number for group in batch])
+        buffer.advance(version)
+    assert trained == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_slow_group_is_waited_for_in_its_last_step() -> None:
+    """One group per step, ages up to 1. Group 0 is slow: group 1 may pass it once, then training waits."""
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1)
+    slow, quick = buffer.start(), buffer.start()
+    assert buffer.room() == 0
+    buffer.finish(quick, "quick")
+    assert [group.number for group in buffer.take() or ()] == [quick]
+    buffer.advance(1)
+    later = buffer.start()
+    buffer.finish(later, "later")
+    assert buffer.take() is None, "taking group 2 now would leave group 0 for version 2, at age 2"
+    buffer.finish(slow, "slow")
+    assert [group.number for group in buffer.take() or ()] == [slow]
+
+
+def test_finished_groups_are_listed_by_number() -> None:
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=2)
+    for number in reversed([buffer.start() for _ in range(3)]):
+        buffer.finish(number, "")
+    assert [group.number for group in buffer.take() or ()] == [0]
+    assert [group.number for group in buffer.finished()] == [1, 2]
+
+
+TOKENIZER = byte_tokenizer("")
+
+
+@pytest.mark.parametrize("text", ["x = 1", "größer", "日本", "a😀b", "é😀é"])
+def test_texts_join_to_the_whole(text: str) -> None:
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    actual = TokenTexts(TOKENIZER)(tokens)
+    assert len(actual) == len(tokens) == len(text.encode()) and "".join(actual) == text
+
+
+def test_each_plain_character_has_its_token() -> None:
+    tokens = TOKENIZER.encode("a😀b", add_special_tokens=False)
+    assert TokenTexts(TOKENIZER)(tokens) == ["a", "😀", "", "", "", "b"]
+
+
+def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
+    prompt = Prompt("é", np.array([1]), "", "row 0")
+    completions = [Episode(prompt, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
+    samples = [Sample(prompt, episode, "x") for episode in completions]
+    values = np.arange(1, len(completions) + 1).astype(np.float32)
+    rewards = Rewards(values, np.array(answered), "ValueError: no")
+    return ScoredGroup(RolloutGroup(0, 0, completions), samples, rewards, values, valid_samples(rewards, samples))
+
+
+def test_samples_that_are_not_trained_on_are_marked() -> None:
+    group = scored("stop", "length", "stop", FAILED, answered=(True, True, False, True))
+    mask = np.array([[0, 1], [0, 0], [0, 0], [0, 0]], np.float32)  # the second is filtered for its length
+    columns = {"loss_mask": mask, "advantages": 3 * mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)}
+    rows = rollout_rows([group], Batch(columns), {}, 5, TokenTexts(TOKENIZER))
+    assert [row["dropped"] for row in rows] == ["", "overlong", "no_reward", "failed"]
+    assert [row["valid"] for row in rows] == [True, False, False, False]
+    assert [row["failure"] for row in rows] == ["", "", "ValueError: no", ""]
+    assert [row["advantage"] for row in rows] == [3, 0, 0, 0] and {row["split"] for row in rows} == {"train"}
+    assert {len(row["conversations"]) for row in rows} == {0}
+    others = [Untrained(group), Untrained(group, TRAIN, "zero_variance")]
+    rows = untrained_rows(others, 5, TokenTexts(TOKENIZER))
+    assert [(row["split"], row["dropped"]) for row in rows[::4]] == [("validation", ""), ("train", "zero_variance")]
+    assert rows[0]["valid"] and not rows[4]["valid"] and rows[0]["reward"] == 1 and rows[0]["train_logprobs"] is None
+
+
+def test_all_conversations_of_an_agent_are_kept() -> None:
+    """One row of the batch for each that is trained on; others have no log-probabilities of the train workers."""
+    group = scored("stop", "stop", answered=(True, True))
+    trained, other = (Episode(Prompt(text, np.array([1, 1]), "", "row 0"), 0, 8, [3], [-1.0], [1], [True]) for text in "tu")
+    for completions in group.group.episodes:
+        completions.more, completions.others = [trained], [other]
+    mask = np.array([[0, 1, 0], [0, 0, 1]] * 2, np.float32)
+    batch = Batch({"loss_mask": mask, "advantages": mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)})
+    kept = {"prev_logprobs": {row: np.array([0, 10 * row, 100 * row], np.float32) for row in range(4)}}
+    texts = TokenTexts(TOKENIZER)
+    rows = rollout_rows([group], batch, kept, 5, texts)
+    assert [row["train_logprobs"].tolist() for row in rows] == [[0, 0], [20, 200]]
+    assert [[one["prompt"] for one in row["conversations"]] for row in rows] == [["t", "u"]] * 2
+    assert [[one["trained"] for one in row["conversations"]] for row in rows] == [[True, False]] * 2
+    assert [row["conversations"][0]["train_logprobs"].tolist() for row in rows] == [[100], [300]]
+    assert rows[0]["conversations"][1]["train_logprobs"] is None and rows[0]["conversations"][1]["logprobs"] == [-1.0]
+    (first, _) = untrained_rows([Untrained(group)], 5, texts)
+    assert [one["trained"] for one in first["conversations"]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([0.5, 1.0], [0.5, None, 1.0]), ([1.0], [1.0, None, None]), ([None, 1.0], [None, None, 1.0])]
+)
+def test_turns_have_the_rewards_of_the_environment(rewards: list[float | None], expected: list[float | None]) -> None:
+    group = scored("stop", answered=(True,))
+    (episode,) = group.group.episodes
+    episode.tokens, episode.sampled = np.array([2, 3, 4]), np.array([True, False, True])
+    episode.logprobs, episode.versions, episode.turn_rewards = np.zeros(3, np.float32), np.zeros(3, np.int64), rewards
+    (row,) = untrained_rows([Untrained(group)], 5, TokenTexts(TOKENIZER))
+    assert [turn["reward"] for turn in row["turns"]] == expected
+
+
+def record(tokens: int, size: int = 6, seed: int = 0) -> np.ndarray:
+    """Returns bytes with zeros at the ends of tokens, which numpy's strings would hide."""
+    expected = np.random.default_rng(seed).integers(0, 3, (tokens, size)).astype(np.uint8)
+    expected[:, -2:] = 0
+    return expected
+
+
+def test_the_field_keeps_every_byte_through_padding_and_splitting() -> None:
+    records = [record(3, seed=1), record(5, seed=2), record(1, seed=3)]
+    batch = Batch({"lengths": np.array([4, 5, 2]), "experts": field_of(records, 5)})
+    check_batch("train_step", batch, field_types({"experts": Field(RoutedLayers(3, 4, 2).field_dtype)}))
+    split = Split((np.array([0, 2]), np.array([1])), Bucket(2, 8), 5)
+    sent = [pickle.loads(pickle.dumps(split.share(batch, shard))) for shard in range(2)]  # noqa: S301
+    for (shard, row), expected in zip(((0, 0), (1, 0), (0, 1)), records, strict=True):
+        actual = field_bytes(sent[shard]["experts"])[row]
+        np.testing.assert_array_equal(actual[: len(expected)], expected)
+        assert (actual[len(expected) : 5] == MISSING).all()
+    assert encoded(batch) is not None
+
+
+def test_a_sequence_without_a_record_is_an_error() -> None:
+    with pytest.raises(RunError, match="1 of 2 sequences have no record"):
+        field_of([record(2), None], 4)
+
+
+def test_the_first_record_of_a_token_counts() -> None:
+    first, second = record(4, seed=1), record(6, seed=2)
+    first[1] = MISSING  # was in a prefix cache
+    joined = join_records(first, second)
+    np.testing.assert_array_equal(joined, [first[0], second[1], first[2], first[3], second[4], second[5]])
+    np.testing.assert_array_equal(join_records(first, second[:2]), [first[0], second[1], first[2], first[3]])
+    assert join_records(None, second) is second and join_records(first, None) is first
+
+
+def test_two_bytes_are_used_where_an_id_needs_them() -> None:
+    assert RoutedLayers(61, 256, 8).token_bytes == 2 * 61 * 8
+    assert RoutedLayers(48, 128, 8).token_bytes == 48 * 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "experts"), [({"num_experts": 128}, 128), ({"num_local_experts": 8}, 8), ({"n_routed_experts": 256}, 256)]
+)
+def test_sizes_are_read_from_the_model(keys: dict[str, int], experts: int) -> None:
+    sizes = routed_layers({"num_hidden_layers": 4, "num_experts_per_tok": 2, **keys})
+    assert sizes == RoutedLayers(4, experts, 2)
+
+
+def test_a_dense_model_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="'qwen3' has no experts to replay"):
+        routed_layers({"model_type": "qwen3", "num_hidden_layers": 4})
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    cohorts=st.lists(st.integers(0, 3), max_size=40),
+    shards=st.integers(1, 4),
+    slots=st.integers(1, 8),
+)
+def test_requests_of_lower_cohorts_go_first_and_evenly(cohorts: list[int], shards: int, slots: int) -> None:
+    loads = [ShardLoad(slots) for _ in range(shards)]
+    sent = dispatch(dict(enumerate(cohorts)), loads)
+    ids = [request for shard in sent for request in shard]
+    assert len(ids) == len(set(ids)) == min(len(cohorts), shards * slots)
+    assert [load.requests for load in loads] == [set(shard) for shard in sent]
+    assert max(map(len, sent)) - min(map(len, sent)) <= 1
+    order = sorted(range(len(cohorts)), key=lambda request: (cohorts[request], request))
+    assert sorted(ids) == sorted(order[: len(ids)])
+
+
+def test_the_shard_with_the_most_free_slots_is_filled_first() -> None:
+    loads = [ShardLoad(4, {7, 8, 9}), ShardLoad(0), ShardLoad(4, {6})]
+    assert dispatch(dict.fromkeys(range(6), 0), loads) == [[2], [], [0, 1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "in_flight", "step_s", "overhead_s", "expected"),
+    [
+        (1.0, 1, 0.01, 0.000905, 12),  # 0.905 ms is 0.75 % of 120 ms, twelve steps of 10 ms and itself
+        (1.0, 1, 0.01, 0.00091, 13),
+        (1.0, 1, 0.01, 0.0002, 6),  # and 60 ms are the least
+        (1.0, 2, 0.01, 0.002, 27),
+        (0.1, 1, 0.01, 0.002, 10),  # the bound on time wins
+        (0.1, 2, 0.01, 0.002, 5),  # and is one of all quanta in flight together
+        (0.001, 1, 0.01, 0.002, 1),  # but one step there must be
+    ],
+)
+def test_quantum_size(seconds: float, in_flight: int, step_s: float, overhead_s: float, expected: int) -> None:
+    size, fixed = QuantumSize(None, seconds, in_flight), QuantumSize(7, seconds, in_flight)
+    assert size.next() == (FIRST_QUANTUM,)
+    for one in (size, fixed):
+        for _ in range(100):
+            one.record([8], [8 * step_s], overhead_s)
+    assert size.next() == (expected,) and fixed.next() == (7,)
+    if expected > 1:
+        assert in_flight * expected * step_s <= seconds + 1e-9
+
+
+@pytest.mark.parametrize("mean_s", [0.0005, 0.001, 0.0018])
+def test_costly_quanta_are_longer_and_overhead_stays_under_its_share(mean_s: float) -> None:
+    """With long-tailed overheads, and every tenth quantum ending early, within 0.5 s."""
+    random, size = np.random.default_rng(0), QuantumSize(None, seconds=0.5)
+    busy = spent = 0.0
+    for number in range(4000):
+        (steps,) = size.next()
+        completed = 3 if number % 10 == 9 else steps
+        overhead = mean_s * float(np.exp(random.normal() - 0.5))
+        size.record([completed if completed == steps else 0], [completed * 0.001], overhead)
+        if number >= 100:
+            busy, spent = busy + completed * 0.001, spent + overhead
+    assert 0.005 < spent / (busy + spent) < 0.01
+
+
+def test_slower_steps_make_quanta_of_fewer_steps() -> None:
+    """The clock ends each such quantum with the steps made so far."""
+    size = QuantumSize(None, seconds=1.0)
+    size.record([100], [0.1], 0.0005)
+    assert size.next() == (67,), "of 1 ms"
+    for _ in range(60):
+        completed = min(*size.next(), 10)  # of 100 ms, within the second
+        size.record([completed], [completed * 0.1], 0.0005)
+    assert size.next() == (1,)
+    assert (size.most_s, QuantumSize(5, seconds=1.0).most_s) == (1.0, None)
+
+
+def test_quanta_of_unequal_shards_take_the_same_time() -> None:
+    """Steps take 10, 7 and 5 ms. The fourth shard has not started and counts as the slowest."""
+    taken = [0.01, 0.007, 0.005]
+    size = QuantumSize(None, seconds=1.0, in_flight=2, shards=4)
+    seconds = np.zeros(3)
+    for _ in range(100):
+        steps = size.next()
+        seconds += np.multiply(steps[:3], taken)
+        size.record([*steps[:3], 0], [*np.multiply(steps[:3], taken), 0.0], 0.0002)
+    assert steps[0] == steps[3] == 6 and steps[2] == 12, "60 ms each"
+    assert seconds[1:] == pytest.approx(seconds[0], rel=0.02), "also where a step is no whole part of a quantum"
+    assert max(size.left_s.values()) <= max(taken), "what is left of a quantum is less than a step"
+
+
+def test_no_quantum_is_longer_than_the_bound() -> None:
+    """Two in flight within 0.5 s: time left over by one quantum does not extend the next beyond 0.25 s."""
+    size = QuantumSize(None, seconds=0.5, in_flight=2, shards=2)
+    for _ in range(20):
+        assert size.next() == (1, 1) or size.step_s == {}
+        size.record([1, 1], [0.25, 0.2], 0.001)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.25, (2, 10)), (0.05, (1, 2))])
+def test_the_bound_limits_all_shards_to_the_time_of_the_slowest(seconds: float, steps: tuple[int, int]) -> None:
+    """Steps of 100 and 20 ms: both get 200 of 250 ms. A single step of 100 ms may exceed the bound."""
+    size = QuantumSize(None, seconds=2 * seconds, in_flight=2, shards=2)
+    size.record([1, 1], [0.1, 0.02], 0.01)
+    assert size.next() == steps
+
+
+def test_a_shard_that_ended_early_does_not_count_as_slow() -> None:
+    size = QuantumSize(None, seconds=1.0, in_flight=1, shards=2)
+    size.record([10, 10], [0.1, 0.1], 0.0002)
+    for _ in range(50):
+        size.record([10, 0], [0.1, 0.03], 0.0002)
+    assert size.next() == (6, 6)
+    for _ in range(50):
+        size.record([10, 10], [0.0, 0.1], 0.0002)
+    assert size.next() == (6, 6), "a time of zero says nothing"
+    size.record([0, 0], [0.1, 0.1], 5.0)
+    assert size.next() == (6, 6), "nor does what it cost to start one without steps"

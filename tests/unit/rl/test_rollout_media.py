@@ -28,7 +28,6 @@ from dagrl.rl.rollout.turns import EnvironmentTurns, set_conversations
 from dagrl.rl.tools import Call, Calls
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 from tests.unit.data.test_media import ANSWER, QUESTION, SIZES, folder, image, picture, png, text, truth  # noqa: F401
-from tests.unit.rl.in_process import in_process  # noqa: F401
 from tests.unit.rl.test_agent_endpoint import ScriptedGeneration, Served, Turn
 
 CONVERSATION: list[dict[str, Any]] = [

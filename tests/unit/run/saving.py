@@ -1,7 +1,8 @@
-"""Saves a checkpoint as `Checkpoints` does."""
+"""Saves a checkpoint as `Checkpoints` does, and fills the disk."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,3 +17,14 @@ def saving(store: CheckpointStore, state: TrainState) -> Iterator[Path]:
     with store.discarding(directory):
         yield directory
     store.publish(state, directory)
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Makes writes of more than `size` bytes to a file of this process raise OSError in the block."""
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))

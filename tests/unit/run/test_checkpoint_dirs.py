@@ -15,8 +15,7 @@ from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.run import checkpoint_store
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState, large_files
-from tests.unit.run.full_disk import full_disk
-from tests.unit.run.saving import saving
+from tests.unit.run.saving import full_disk, saving
 
 
 def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:

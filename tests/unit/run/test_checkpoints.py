@@ -1,4 +1,4 @@
-"""Checkpoints that workers write in the background: when they are published, and what happens if writing fails."""
+"""Checkpoints that workers write in the background, and the samples kept for them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import CheckpointError
+from dagrl.errors import CheckpointError, StopRequestedError
 from dagrl.files import FileEntry
 from dagrl.run.checkpoint_store import MANIFEST, SMALL_FILE_BYTES, CheckpointStore, TrainState
 from dagrl.run.checkpoints import Checkpoints, load_role
+from dagrl.run.model import character_tokenizer
+from dagrl.run.rollout_log import WAITING, KeptSamples, RolloutLog
 from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup
-from tests.unit.run.saving import saving
+from dagrl.telemetry.rollouts import RolloutFiles, rollout_files
+from tests.unit.rl.test_episodes import scored
+from tests.unit.run.saving import full_disk, saving
 
 
 class Writers:
@@ -157,3 +163,44 @@ def test_each_large_file_is_verified_by_one_worker_before_loading(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"train/2 is damaged: its CRC-32 differs from the manifest's; remove .*step_"):
         load_role(cast(WorkerGroup, readers), "train", latest.directory, deadline)
     assert len(readers.loaded) == 1
+
+
+TRAIN: Any = SimpleNamespace(role=SimpleNamespace(methods=()))  # workers that keep nothing
+ROWS = np.ones((2, 4), np.float32)
+BATCH = Batch({"lengths": np.full(2, 4), "loss_mask": ROWS, "advantages": ROWS, "row_ids": np.arange(2)})
+
+
+def log_in(directory: Path) -> RolloutLog:
+    files = RolloutFiles(directory, max_bytes=None)
+    return RolloutLog(files, TRAIN, character_tokenizer("0123456789"), Deadline(10.0, "timeouts.replay_s"))
+
+
+def keep(log: RolloutLog, step: int) -> KeptSamples:
+    return log.keep([scored("stop", "stop", answered=(True, True))], BATCH, step)
+
+
+def test_all_files_are_written_when_the_log_closes(tmp_path: Path) -> None:
+    with log_in(tmp_path) as log:
+        for step in range(1, 6):
+            keep(log, step).write()
+    assert list(rollout_files(tmp_path)) == [1, 2, 3, 4, 5]
+
+
+def test_a_step_that_fails_writes_no_file(tmp_path: Path) -> None:
+    with log_in(tmp_path) as log:
+        keep(log, 1)
+    assert not rollout_files(tmp_path)
+
+
+def test_a_full_disk_is_an_error_of_one_of_the_next_steps(tmp_path: Path) -> None:
+    with pytest.raises(OSError), full_disk(100), log_in(tmp_path) as log:
+        for step in range(1, WAITING + 3):
+            keep(log, step).write()
+        pytest.fail("no error")
+
+
+def test_a_full_disk_is_logged_when_the_run_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StopRequestedError), full_disk(100), log_in(tmp_path) as log:
+        keep(log, 1).write()
+        raise StopRequestedError
+    assert "samples of the last steps are not in rollouts/: " in caplog.text and "step_000001.parquet" in caplog.text

@@ -1,14 +1,21 @@
-"""Joining and starting a Ray cluster: the errors for one that cannot be reached."""
+"""Joining and starting a Ray cluster, importing ahead of its workers, and stopping a run by signals."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
@@ -16,10 +23,12 @@ import pytest
 import ray
 
 from dagrl.config import ClusterConfig
-from dagrl.errors import ConfigError, RunError
+from dagrl.errors import ConfigError, RunError, StopRequestedError
 from dagrl.run import worker_setup
 from dagrl.run.cluster import AUTH_MODE, check_ray_directory, ray_cluster
+from dagrl.run.fork_server import gpus_unasked, hidden
 from dagrl.run.local_cluster import cluster_processes, lean_node, nodes_live
+from dagrl.run.stop import ignoring_signals, keep_handlers, stop_on_signals
 
 
 def refuse(**_: object) -> NoReturn:
@@ -179,3 +188,93 @@ def test_only_what_variables_cannot_express_needs_rays_program(
         program = Path(command[1])
         assert program.is_file() and program.name == "setup_worker.py"
         assert command[2:] == words and environment == []
+
+
+@pytest.fixture
+def release_lock() -> Callable[[], None]:
+    """Releases the lock of `logging` as after a fork, with a signal at that moment."""
+    code = "def _releaseLock():\n    signal.raise_signal(signal.SIGINT)\n    return True"
+    names: dict[str, Any] = {"__name__": "logging", "signal": signal}
+    exec(compile(code, "logging", "exec"), names)  # noqa: S102
+    return names["_releaseLock"]  # type: ignore[no-any-return]
+
+
+def wait(seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts() -> None:
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequestedError, match="resume=true"):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_terminal_that_closes_requests_a_stop_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[bool] = []
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL)))  # not nohup's
+    monkeypatch.setattr("dagrl.run.stop._leave_terminal", lambda: left.append(True))  # that of the tests stays
+    with stop_on_signals() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.requested and left
+
+
+def test_under_nohup_a_terminal_may_close(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested
+
+
+def test_a_signal_while_a_lock_is_released_interrupts_later(release_lock: Callable[[], None]) -> None:
+    with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt), stop.at_once():
+        release_lock()
+        wait()
+    assert stop.requested
+
+
+def test_a_late_retry_only_requests_a_stop(release_lock: Callable[[], None]) -> None:
+    with stop_on_signals() as stop:
+        with stop.at_once():
+            release_lock()
+        wait(0.5)
+        assert stop.requested
+
+
+def test_signal_handlers_removed_by_native_code_are_restored() -> None:
+    with stop_on_signals() as stop:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL: the next one would kill this process
+        keep_handlers()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        with ignoring_signals():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opens_nvml() -> int:
+        raise AssertionError("NVML was asked")
+
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=opens_nvml, device_count=opens_nvml))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr("dagrl.run.fork_server.gpu_count", lambda: 2)
+    with gpus_unasked():
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+    assert torch.cuda.is_available is torch.cuda.device_count is opens_nvml
+
+
+def test_what_is_hidden_cannot_be_imported_meanwhile() -> None:
+    with hidden("antigravity", "sys"):
+        assert importlib.util.find_spec("antigravity") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("antigravity")
+    assert importlib.util.find_spec("antigravity") is not None and sys.modules["sys"] is sys

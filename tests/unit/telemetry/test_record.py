@@ -31,7 +31,7 @@ from dagrl.telemetry.record import (
 )
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files, table_of
 from dagrl.telemetry.trackers import TRACKERS, TensorBoardTracker
-from tests.unit.run.full_disk import full_disk
+from tests.unit.run.saving import full_disk
 
 
 def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: Any) -> Config:

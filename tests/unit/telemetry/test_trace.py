@@ -12,7 +12,7 @@ import pytest
 
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
-from tests.unit.run.full_disk import full_disk
+from tests.unit.run.saving import full_disk
 
 
 def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:

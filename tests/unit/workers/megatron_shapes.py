@@ -1,4 +1,4 @@
-"""Compares the weight layout with real Megatron-Core modules; test_megatron_weights.py runs it in its own process.
+"""Compares the weight layout with real Megatron-Core modules; test_megatron_architecture.py runs it in its own process.
 
 Builds every rank's model in turn. Names, shapes and all elements of every parameter and of the router's bias must agree.
 Megatron's own `sharded_state_dict`, with which it writes layout-independent checkpoints, says which box of which global
@@ -19,7 +19,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.unit.refit.weight_reference import Config, Weights, filled, hf_weights, megatron_tensors
 from tests.unit.workers.megatron_models import build_chunks, rank_of, tensors_of
-from tests.unit.workers.test_megatron_weights import REAL_CASES
+from tests.unit.workers.test_megatron_architecture import REAL_CASES
 
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Global tensor, offset of a box in it, and the box's extents."""

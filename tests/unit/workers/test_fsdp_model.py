@@ -1,7 +1,8 @@
-"""FSDP workers without other ranks: what models do to logits, and what is checked before a run."""
+"""FSDP workers without other ranks: logits, experts, copies in half precision, and what is checked before a run."""
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from contextlib import nullcontext
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dagrl.config import Config, FsdpConfig, Json
 from dagrl.errors import CheckpointError, ConfigError, UserError
 from dagrl.workers.fsdp import FsdpWorker
+from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
 
@@ -309,3 +312,137 @@ def test_recomputation_changes_no_gradient(kind: Any, attentions: int, monkeypat
     assert calls.count == attentions
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, a frozen layer, and a weight in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.inner, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.narrow = nn.Linear(8, 8, bias=False).bfloat16()
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.narrow(self.frozen(self.inner(self.embedding(tokens)))))
+        return hidden
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def test_passes_are_those_of_half_precision_and_gradients_add_up_in_float32(model: Tied) -> None:
+    plain = copy.deepcopy(model).bfloat16()
+    before = {name: (id(one), one.dtype) for name, one in model.named_parameters()}
+    copies = ComputeCopies(model, torch.bfloat16)
+    sums: dict[str, torch.Tensor] = {}
+    for part in torch.randint(11, (3, 2, 5)):
+        copies.gather()
+        output = model(part)
+        torch.testing.assert_close(output, plain(part), atol=0, rtol=0)
+        (output.float() ** 2).sum().backward()
+        plain.zero_grad()
+        (plain(part).float() ** 2).sum().backward()
+        for name, one in plain.named_parameters():
+            if one.grad is not None:
+                sums[name] = sums.get(name, torch.zeros(())) + one.grad.float()
+    copies.free()
+    assert before == {name: (id(one), one.dtype) for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        if name == "narrow.weight":  # has no copy, and adds up as it is
+            continue
+        assert (one.grad is None) == name.startswith("frozen")
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, sums[name], atol=0, rtol=0)
+
+
+def test_copies_have_memory_and_the_latest_values_only_while_gathered(model: Tied) -> None:
+    copies = ComputeCopies(model, torch.bfloat16)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.inner.weight.fill_(value)
+        copies.gather()
+        gathered = model.inner.weight
+        assert gathered.dtype is torch.bfloat16 and bool((gathered == value).all())
+        assert model.head.weight is model.embedding.weight
+        copies.free()
+        assert gathered.untyped_storage().nbytes() == 0 and model.inner.weight.dtype is torch.float32
+
+
+pytest.importorskip("transformers")
+
+EXPERT_SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 16},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 3},  # transposed weights, biases
+    "nemotron_h": {  # without a gate
+        **{"layers_block_type": ["attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "moe_latent_size": None},
+    },
+}
+
+
+class Operators(TorchDispatchMode):
+    """Counts the calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def experts_of(kind: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **{**EXPERT_SIZES, **KINDS[kind]})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    (experts,) = (part for part in model.modules() if hasattr(part, "_is_expert_parallel"))
+    generator = torch.Generator().manual_seed(1)
+    for weight in experts.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) / 4)
+    return experts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind: str) -> None:
+    from dagrl.workers.fsdp.experts import GROUPED_PERMUTED, use_permutations
+
+    experts = experts_of(kind, torch.float32)
+    loop = copy.deepcopy(experts)
+    loop.config._experts_implementation_internal = "eager"
+    use_permutations(experts)
+    assert experts.config._experts_implementation == GROUPED_PERMUTED
+    hidden, count = torch.randn(9, 32), experts.num_experts
+    found, expected = [], []
+    for module, results in ((experts, found), (loop, expected)):
+        inputs = hidden.clone().requires_grad_()
+        scores = torch.linspace(-1, 1, 9 * count).view(9, count).sin().requires_grad_()
+        weights, chosen = scores.softmax(-1).topk(KINDS[kind]["num_experts_per_tok"])
+        output = module(inputs, chosen, weights)
+        gradients = torch.autograd.grad((output**2).sum(), [inputs, scores, *module.parameters()])
+        results += [output, *gradients]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_takes_grouped_products_and_adds_up_no_rows() -> None:
+    from dagrl.workers.fsdp.experts import use_permutations
+
+    experts = experts_of("qwen3_moe", torch.bfloat16)
+    use_permutations(experts)
+    hidden = torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True)
+    with Operators() as operators:
+        output = experts(hidden, torch.randint(5, (9, 2)), torch.rand(9, 2, dtype=torch.bfloat16))
+        torch.autograd.backward(output, torch.ones_like(output))
+    assert operators.names.count("_grouped_mm") == 6  # two, and two more for each one's gradients
+    assert not [name for name in operators.names if name in ("mm", "bmm") or "index_put" in name]

@@ -26,7 +26,7 @@ from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_sha
 from dagrl.workers.train.checkpoint import Piece, Saving, disk_error, load, range_boxes, save, whole
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
-from tests.unit.run.full_disk import full_disk
+from tests.unit.run.saving import full_disk
 from tests.unit.workers.test_hf_streaming import local_tensors
 from tests.unit.workers.test_megatron_architecture import QWEN3 as LOADED
 

@@ -1,13 +1,16 @@
-"""Parts of the vLLM worker: its GPU, places of images, ranks that disagree, recorded experts, and quantized loading."""
+"""Parts of the vLLM worker: its installation, GPU, images, disagreeing ranks, recorded experts, FP8 loading, quanta."""
 
 from __future__ import annotations
 
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -16,16 +19,19 @@ from hypothesis import given, strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from dagrl.config import Config as Settings
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.machine import VISIBLE, device_index
 from dagrl.rl.generation import Generated, checksum
 from dagrl.rl.routed_experts import MISSING, Record, RoutedLayers
+from dagrl.workers.megatron import MegatronWorker, cpu
+from dagrl.workers.vllm.bursts import _joined
 from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request
-from dagrl.workers.vllm.environment import show_host_gpus
+from dagrl.workers.vllm.environment import show_host_gpus, vllm_environment
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import _compilation, capture_sizes
 from dagrl.workers.vllm.media import media_spans
 from dagrl.workers.vllm.quantization import quantization_arguments, quantize_checkpoint, quantizes
+from tests.integration.vllm_models import make_config
 from tests.unit.refit.fp8_reference import is_quantized, quantized, random_weights
 from tests.unit.refit.test_bad_input import BLOCKS, engine_config
 from tests.unit.refit.weight_reference import Config, hf_weights, model_config
@@ -459,3 +465,91 @@ def test_a_request_that_vllm_loses_raises(engine: QuantumEngine, vllm: AsyncEngi
     vllm.forgets = True
     with pytest.raises(RunError, match=r"vLLM has lost requests \['7'\]"):
         engine.run(asked(r7=3), 100)
+
+
+class Logprobs(NamedTuple):
+    """The fields of vLLM's `LogprobsLists`."""
+
+    logprob_token_ids: np.ndarray[Any, Any]
+    logprobs: np.ndarray[Any, Any]
+    sampled_token_ranks: np.ndarray[Any, Any]
+    cu_num_generated_tokens: list[int] | None = None
+
+
+@dataclass
+class Output:
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    logprobs: Logprobs | None
+
+
+class Replayed:
+    def __init__(self, *arrays: np.ndarray[Any, Any]) -> None:
+        self._arrays = list(arrays)
+
+    def arrays(self) -> list[np.ndarray[Any, Any]]:
+        return self._arrays
+
+
+def test_replayed_steps_join_like_others() -> None:
+    tokens, ranks = np.arange(12).reshape(4, 3) * 7, np.arange(12).reshape(4, 3) + 1
+    logprobs = (-np.arange(12) / 8).astype(np.float32).reshape(4, 3)
+    steps: list[Any] = [
+        Output(["a", "b", "c"], row[:, None].tolist(), Logprobs(row[:, None], logprobs[step][:, None], ranks[step]))
+        for step, row in enumerate(tokens)
+    ]
+    found: Any = _joined(steps[:1], Replayed(tokens[1:], logprobs[1:], ranks[1:]))  # type: ignore[arg-type]
+    expected: Any = _joined(steps, None)
+    assert found.sampled_token_ids == expected.sampled_token_ids == tokens.T.tolist()
+    assert found.logprobs.cu_num_generated_tokens == [0, 4, 8, 12] == expected.logprobs.cu_num_generated_tokens
+    for name in ("logprob_token_ids", "logprobs", "sampled_token_ranks"):
+        assert getattr(found.logprobs, name).tolist() == getattr(expected.logprobs, name).tolist()
+    assert found.logprobs.logprobs[:, 0].tolist() == logprobs.T.ravel().tolist()
+
+
+def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+        cpu.import_engine()
+
+    def broken(name: str) -> None:
+        raise OSError("undefined symbol: cudnnFoo")
+
+    monkeypatch.setattr(metadata, "version", lambda name: "2.20.2")
+    monkeypatch.setattr(cpu.importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match=r"2\.20\.2 is installed, but its import fails: undefined symbol.*this torch, "):
+        cpu.import_engine()
+
+
+def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDNN_HOME", "")  # so that the test leaves it as it was
+    monkeypatch.delenv("CUDNN_HOME")
+    loaded: list[str] = []
+    monkeypatch.setattr(cpu.ctypes, "CDLL", loaded.append)
+    cpu._keep_cudnn(tmp_path / "absent")
+    assert not loaded and "CUDNN_HOME" not in cpu.os.environ
+    (tmp_path / "lib").mkdir()
+    for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "other.so"):
+        (tmp_path / "lib" / name).touch()
+    cpu._keep_cudnn(tmp_path)
+    assert loaded == [str(tmp_path / "lib" / name) for name in ("libcudnn.so.9", "libcudnn_ops.so.9")]
+    assert cpu.os.environ["CUDNN_HOME"] == str(tmp_path)
+
+
+def deterministic_config(tmp_path: Path, deterministic: bool, gpus: int) -> Settings:
+    made = make_config(tmp_path)
+    policy = made.policy.model_copy(update={"deterministic": deterministic})
+    return made.model_copy(update={"policy": policy, "cluster": made.cluster.model_copy(update={"gpus_per_worker": gpus})})
+
+
+@pytest.mark.parametrize(("on", "gpus"), [(False, 1), (True, 1), (False, 0), (True, 0)])
+def test_deterministic_runs_set_environment_variables(
+    on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of a CPU share a sequence by what else is in the batch, so there is one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    made = deterministic_config(tmp_path, on, gpus)
+    generation, train = vllm_environment(made), MegatronWorker.environment(made)
+    assert ("VLLM_BATCH_INVARIANT" in generation) == bool(on and gpus)
+    assert generation["OMP_NUM_THREADS"] == ("1" if on and not gpus else "4")
+    assert ("CUBLAS_WORKSPACE_CONFIG" in train) == on

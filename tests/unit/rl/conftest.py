@@ -1,4 +1,4 @@
-"""Runs a user's functions in the process of the test, where deadlines and lost processes do not matter."""
+"""A fixture that runs functions of users in the process of the test, where deadlines and lost processes do not matter."""
 
 from __future__ import annotations
 
