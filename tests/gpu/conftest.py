@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,8 +12,29 @@ import torch
 from dagrl.bench.gpu.jobs import TESTS_FOR_TWO
 from dagrl.workers.megatron.cpu import import_engine
 
+if TYPE_CHECKING:
+    from tests.integration.megatron_pool import MegatronPool
+
 if torch.cuda.is_available():
     import_engine()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MegatronPool]:
+    """Processes for train workers, one a GPU, at most two."""
+    from tests.integration.megatron_pool import MegatronPool
+
+    pool = MegatronPool(min(torch.cuda.device_count(), 2))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny Hugging Face checkpoints by name."""
+    from tests.integration.megatron_reference import TinyModels
+
+    return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.hookimpl(tryfirst=True)

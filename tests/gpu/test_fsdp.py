@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,35 +40,15 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[MegatronPool]:
-    pool = MegatronPool(min(2, torch.cuda.device_count()))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a function that makes a tiny model once."""
-    directory, known = tmp_path_factory.mktemp("models"), dict[str, Path]()
-
-    def model(name: str) -> Path:
-        if name not in known:
-            known[name] = reference.make_model(name, directory)
-        return known[name]
-
-    return model
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_float32_is_close_to_the_cpu(case: Case, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
-    model = tiny_model(case.model)
+def test_float32_is_close_to_the_cpu(case: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
+    model = models[case.model]
     reference.assert_near_float32(replace(run_case(pool, case, model), gradients={}), plain_run(model))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
-    model = tiny_model(case.model)
+def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
+    model = models[case.model]
     found = replace(run_case(pool, case, model, precision="bfloat16"), gradients={})
     assert not reference.beyond_bfloat16(found, plain_run(model))
 
@@ -79,21 +58,21 @@ ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_atte
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, models: dict[str, Path]) -> None:
     """With windows shorter than the sequences for Gemma 3. Workers refuse rows whose sequences see each other."""
     packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     if attention in packages and importlib.util.find_spec(packages[attention]) is None:
         pytest.skip(f"{packages[attention]} is not installed")
     case = Case(name, {}, {"attn_implementation": attention}, packed=True)
-    found = replace(run_case(pool, case, tiny_model(name), precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(tiny_model(name)))
+    found = replace(run_case(pool, case, models[name], precision="bfloat16"), gradients={})
+    assert not reference.beyond_bfloat16(found, plain_run(models[name]))
 
 
 @pytest.mark.parametrize("recomputes", ["none", "full", "selective", "offloaded"])
-def test_layers_compile(recomputes: str, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_layers_compile(recomputes: str, pool: MegatronPool, models: dict[str, Path]) -> None:
     case = Case("qwen3", {}, {"torch_compile": True, "activation_checkpointing": recomputes}, packed=recomputes != "none")
-    found = replace(run_case(pool, case, tiny_model("qwen3"), precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(tiny_model("qwen3")))
+    found = replace(run_case(pool, case, models["qwen3"], precision="bfloat16"), gradients={})
+    assert not reference.beyond_bfloat16(found, plain_run(models["qwen3"]))
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -111,11 +90,11 @@ def test_saved_tensors_return_from_the_host(compiles: bool, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_state_moves_and_returns(where: str, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_state_moves_and_returns(where: str, pool: MegatronPool, models: dict[str, Path]) -> None:
     """Weights, optimizer and reference policy are bit-equal after a move to the host and back."""
     parts: Any = ("weights", "gradients", "optimizer")
     case, batch = Case("gemma3", packed=True), reference.make_batch()
-    config = case.config(tiny_model("gemma3"), precision="bfloat16", reference_weights=where)
+    config = case.config(models["gemma3"], precision="bfloat16", reference_weights=where)
     with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         group.call("snapshot_reference")
         train(group, batch)

@@ -15,7 +15,7 @@ from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.workers.train.microbatches import make_segments
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
-from tests.integration.test_megatron_layouts import group_batch
+from tests.integration.test_megatron_layouts import UNCLIPPED, group_batch, plain_torch
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
@@ -34,25 +34,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
 }
-UNCLIPPED = {"clip_grad": 1e3}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
     return {name: reference.make_model(name, directory, **changes) for name, changes in MODELS.items()}
-
-
-@pytest.fixture(scope="module")
-def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
-    """Results of transformers and plain torch on the CPU in float32."""
-    batch = reference.make_batch()
-    return {
-        name: reference.train_reference(
-            model, batch, reference.make_config(model, optimizer=UNCLIPPED), reference.sft_reference
-        )
-        for name, model in models.items()
-    }
 
 
 def run(model: Path, **policy: Any) -> reference.Run:
@@ -74,12 +61,10 @@ def run(model: Path, **policy: Any) -> reference.Run:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_steps_match_transformers(
-    name: str, way: str, models: dict[str, Path], truth: dict[str, reference.Run]
-) -> None:
-    found, expected = run(models[name], precision="float32", **WAYS[way]), truth[name]
+def test_float32_steps_match_transformers(name: str, way: str, models: dict[str, Path]) -> None:
+    found, expected = run(models[name], precision="float32", **WAYS[way]), plain_torch(models[name])
     assert set(found.gradients) == set(expected.gradients)
-    off = distance(found.gradients, expected.gradients)
+    off = reference.gradient_error(found.gradients, expected.gradients)
     print(f"gradients {off:.1e}, log-probabilities {np.abs(found.logprobs - expected.logprobs).max():.1e}")
     assert off < 2e-5
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=3e-5, rtol=0)
@@ -90,10 +75,8 @@ def test_float32_steps_match_transformers(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_steps_are_close_to_float32(
-    name: str, way: str, models: dict[str, Path], truth: dict[str, reference.Run]
-) -> None:
-    found, expected = run(models[name], precision="bfloat16", **WAYS[way]), truth[name]
+def test_bfloat16_steps_are_close_to_float32(name: str, way: str, models: dict[str, Path]) -> None:
+    found, expected = run(models[name], precision="bfloat16", **WAYS[way]), plain_torch(models[name])
     assert set(found.gradients) == set(expected.gradients)
     assert not reference.beyond_bfloat16(found, expected)
 
@@ -179,9 +162,3 @@ def test_attention_agrees_with_plain_math(
         ("output", "query", "key", "value"), results(found, dtype), results(plain, torch.float64), strict=True
     ):
         assert float((one.double() - other).norm() / other.norm()) < bound, name
-
-
-def distance(found: Any, expected: Any) -> float:
-    """Relative norm of the difference over all gradients."""
-    difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
-    return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_experts import WAYS, step_of
+from tests.integration.test_megatron_layouts import plain_torch
 from tests.single_worker import single_worker
 from tests.unit.workers.test_megatron_experts import dispatched, inputs_of, looped, make_experts, relative, routed, run
 
@@ -63,12 +63,6 @@ def test_float32_equals_sequential_experts(case: str) -> None:
         torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("models")
-    return {name: reference.make_model(name, directory) for name in ("qwen3_moe", "mixtral")}
-
-
 @pytest.mark.parametrize("width", [40, 2048])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 4, 2), (333, 128, 8), (64, 3, 1)])
 def test_sorted_rows_and_their_sums_match_a_loop(tokens: int, experts: int, chosen: int, width: int) -> None:
@@ -98,19 +92,12 @@ def test_no_layer_waits_for_the_device(models: dict[str, Path]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def error(found: dict[str, Any], expected: Any) -> float:
-    """Relative norm of the difference over all gradients."""
-    difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
-    return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_bf16_steps_are_as_close_to_float32_as_with_sequential_experts(
     name: str, way: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
-    truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
+    truth = plain_torch(models[name])
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from dagrl.workers.megatron.experts import GroupedExperts
@@ -122,8 +109,8 @@ def test_bf16_steps_are_as_close_to_float32_as_with_sequential_experts(
 
     monkeypatch.setattr("dagrl.workers.megatron.model.GroupedExperts", Sequential)
     near, near_loss, near_norm = step_of(models[name], "bfloat16", Sequential, **WAYS[way])
-    assert error(near, truth.gradients) < 0.05
-    assert error(found, truth.gradients) < 1.2 * error(near, truth.gradients) + 1e-3
+    assert reference.gradient_error(near, truth.gradients) < 0.05
+    assert reference.gradient_error(found, truth.gradients) < 1.2 * reference.gradient_error(near, truth.gradients) + 1e-3
     assert loss == pytest.approx(near_loss, rel=2e-3)
     assert norm == pytest.approx(near_norm, rel=2e-2)
 
@@ -132,9 +119,8 @@ def test_bf16_steps_are_as_close_to_float32_as_with_sequential_experts(
 def test_float32_steps_match_plain_torch(name: str, models: dict[str, Path]) -> None:
     from dagrl.workers.megatron.experts import GroupedExperts
 
-    config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
-    truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
+    truth = plain_torch(models[name])
     found, loss, norm = step_of(models[name], "float32", GroupedExperts)
-    assert error(found, truth.gradients) < 1e-5
+    assert reference.gradient_error(found, truth.gradients) < 1e-5
     assert loss == pytest.approx(truth.losses[0], rel=1e-5)
     assert norm == pytest.approx(truth.norms[0], rel=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.gpu.test_megatron_nccl import check_abort
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.megatron_worker import TestedWorker
-from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, configuration, run_case, train
+from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, configuration, plain_torch, run_case, train
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
@@ -54,45 +53,16 @@ def on_two(items: list[Case]) -> list[Any]:
     return [pytest.param(item, marks=two_gpus) for item in items]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[MegatronPool]:
-    pool = MegatronPool(min(torch.cuda.device_count(), 2))
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("models")
-    return {name: reference.make_model(name, directory) for name in ("qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe")}
-
-
-@pytest.fixture(scope="module")
-def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
-    """Results of Hugging Face and plain torch on the CPU in float32."""
-    batch = reference.make_batch()
-    return {
-        name: reference.train_reference(
-            model, batch, reference.make_config(model, optimizer=UNCLIPPED), reference.sft_reference
-        )
-        for name, model in models.items()
-    }
-
-
 @pytest.mark.parametrize("item", [*ONE, *on_two(TWO)], ids=lambda item: item.name)
-def test_three_steps_match_plain_torch(
-    item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
-) -> None:
+def test_three_steps_match_plain_torch(item: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
     """The first pass of a shape is not recorded; the three steps' passes are."""
-    reference.assert_near_float32(run_case(pool, item, models[item.model]), truth[item.model])
+    reference.assert_near_float32(run_case(pool, item, models[item.model]), plain_torch(models[item.model]))
 
 
 @pytest.mark.parametrize("item", [*ONE, *HALF, *on_two([*TWO, *HALF_ON_TWO])], ids=lambda item: item.name)
-def test_bfloat16_is_close_to_float32(
-    item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
-) -> None:
+def test_bfloat16_is_close_to_float32(item: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
     found = run_case(pool, item, models[item.model], precision="bfloat16")
-    assert not reference.beyond_bfloat16(found, truth[item.model])
+    assert not reference.beyond_bfloat16(found, plain_torch(models[item.model]))
 
 
 def lengths_batch(lengths: list[int], seed: int) -> Batch:

@@ -14,7 +14,7 @@ from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_log
 from dagrl.workers.train.microbatches import upload
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
-from tests.integration.test_megatron_layouts import group_batch
+from tests.integration.test_megatron_layouts import UNCLIPPED, group_batch, plain_torch
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
@@ -83,13 +83,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.make_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def truth(model: Path) -> reference.Run:
-    """Results in float32 by plain torch on the CPU."""
-    config = reference.make_config(model, optimizer={"clip_grad": 1e3})
-    return reference.train_reference(model, reference.make_batch(), config, reference.sft_reference)
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
@@ -97,7 +90,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str, Any], Any]:
-    config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS[way])
+    config = reference.make_config(model, precision=precision, optimizer=UNCLIPPED, **WAYS[way])
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
         rows = made.logprobs(batch)
@@ -106,25 +99,21 @@ def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str,
         return reference.assemble([made.gradients()]), rows
 
 
-def error(found: dict[str, Any], expected: Any) -> float:
-    """Relative norm of the difference over all gradients."""
-    difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
-    return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
-
-
-def test_packed_steps_are_as_close_to_float32_as_padded_ones(model: Path, truth: reference.Run) -> None:
+def test_packed_steps_are_as_close_to_float32_as_padded_ones(model: Path) -> None:
+    truth = plain_torch(model)
     padded, padded_rows = gradients_and_rows(model, "padded", "bfloat16")
     found, rows = gradients_and_rows(model, "packed", "bfloat16")
-    assert error(padded, truth.gradients) < 0.05
-    assert error(found, truth.gradients) < 1.2 * error(padded, truth.gradients) + 1e-3
+    assert reference.gradient_error(padded, truth.gradients) < 0.05
+    assert reference.gradient_error(found, truth.gradients) < 1.2 * reference.gradient_error(padded, truth.gradients) + 1e-3
     off, padded_off = (np.abs(given["logprobs"] - truth.logprobs).mean() for given in (rows, padded_rows))
     assert off < 1.2 * padded_off + 1e-3
 
 
 @pytest.mark.parametrize("way", ["padded", "packed"])
-def test_float32_steps_match_plain_torch(way: str, model: Path, truth: reference.Run) -> None:
+def test_float32_steps_match_plain_torch(way: str, model: Path) -> None:
+    truth = plain_torch(model)
     found, rows = gradients_and_rows(model, way, "float32")
-    assert error(found, truth.gradients) < 1e-5
+    assert reference.gradient_error(found, truth.gradients) < 1e-5
     np.testing.assert_allclose(rows["logprobs"], truth.logprobs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(rows["entropy"], truth.entropy, atol=1e-5, rtol=0)
 
@@ -132,14 +121,14 @@ def test_float32_steps_match_plain_torch(way: str, model: Path, truth: reference
 @pytest.mark.parametrize("graphs", [False, True], ids=["launches", "graphs"])
 def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool, model: Path) -> None:
     batch = group_batch()
-    plain = reference.make_config(model, optimizer={"clip_grad": 1e3})
+    plain = reference.make_config(model, optimizer=UNCLIPPED)
     truth = reference.train_reference(model, batch, plain, reference.sft_reference)
     found: dict[bool, tuple[float, float]] = {}
     for shared in (False, True):
         packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": shared}
         megatron = {"cuda_graphs": graphs}
         config = reference.make_config(
-            model, precision="bfloat16", megatron_cfg=megatron, optimizer={"clip_grad": 1e3}, sequence_packing=packing
+            model, precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED, sequence_packing=packing
         )
         with single_worker(config, TestedWorker) as made:
             for _ in range(3 if graphs else 1):  # the third is a replay
@@ -148,7 +137,7 @@ def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool
             gradients = reference.assemble([made.gradients()])
         assert rows is not None and (metrics["shared_prefix_share"] > 0.2) == shared
         off = float(np.abs(rows["logprobs"] - truth.logprobs * (np.arange(batch.tokens) < batch["lengths"][:, None])).mean())
-        found[shared] = error(gradients, truth.gradients), off
+        found[shared] = reference.gradient_error(gradients, truth.gradients), off
     assert found[False][0] < 0.05
     assert found[True][0] < 1.2 * found[False][0] + 1e-3 and found[True][1] < 1.2 * found[False][1] + 1e-3
 

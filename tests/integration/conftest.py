@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,20 +27,10 @@ def megatron_pool() -> Iterator[MegatronPool]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Hugging Face checkpoints of every architecture that the Megatron worker supports, by name."""
-    from tests.integration.megatron_reference import MODELS, make_model
+    """Hugging Face checkpoints of every architecture that the train workers support, by name."""
+    from tests.integration.megatron_reference import TinyModels
 
-    directory = tmp_path_factory.mktemp("models")
-    return {name: make_model(name, directory) for name in MODELS}
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns a function that makes the Hugging Face checkpoint of one tiny model, once."""
-    from tests.integration.megatron_reference import make_model
-
-    directory = tmp_path_factory.mktemp("models")
-    return cache(lambda name: make_model(name, directory))
+    return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")

@@ -165,6 +165,18 @@ def make_model(name: str, directory: Path, **changes: Any) -> Path:
     return directory / name
 
 
+class TinyModels(dict[str, Path]):
+    """Tiny models by name, each written when it is first asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = make_model(name, self._directory)
+        return self[name]
+
+
 def make_config(model: Path, **policy: Any) -> Config:
     """Returns a run's configuration. `policy` adds or replaces keys of the section; `sharded=True` means ZeRO-1."""
     optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, "adam_eps": 1e-6}
@@ -295,6 +307,12 @@ def beyond_bfloat16(found: Run, expected: Run) -> dict[str, tuple[float, float]]
         "first norm": (_distance(found.norms[0], expected.norms[0]), 0.05),
     }
     return {name: pair for name, pair in bounds.items() if not pair[0] < pair[1]}
+
+
+def gradient_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    """Relative norm of the difference over all expected gradients."""
+    difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
+    return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
 
 
 def _flat(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +35,10 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     first: Case,
     others: list[Case],
     megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
+    tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    batch, directory, model = reference.make_batch(), str(tmp_path / "step-2"), tiny_model(first.model)
+    batch, directory, model = reference.make_batch(), str(tmp_path / "step-2"), tiny_models[first.model]
     config = first.config(model, scheduler=SCHEDULE)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         for _ in range(2):
@@ -71,9 +70,9 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
 
 @pytest.mark.parametrize("case", [Case("gemma3", {DP: 2}, packed=True), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2})], ids=str)
 def test_training_continues_unchanged_after_offloading(
-    case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+    case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
-    batch, config = reference.make_batch(), case.config(tiny_model(case.model), precision="bfloat16")
+    batch, config = reference.make_batch(), case.config(tiny_models[case.model], precision="bfloat16")
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         undisturbed = [logprobs(group, batch)["logprobs"], train(group, batch), train(group, batch)]
@@ -103,13 +102,13 @@ def test_training_continues_unchanged_after_offloading(
 def test_transformers_loads_an_export_with_equal_logits(
     case: Case,
     megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
+    tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    model = tiny_model(case.model)
+    model = tiny_models[case.model]
     for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
         (model / name).write_text(json.dumps({"temperature": 0.125}))
     config, batch = case.config(model), reference.make_batch()
@@ -134,20 +133,20 @@ def test_transformers_loads_an_export_with_equal_logits(
 def test_a_critic_is_plain_torchs(
     case: Case,
     megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
+    tiny_models: dict[str, Path],
 ) -> None:
-    batch, config = value_batch(), case.config(tiny_model(case.model), optimizer=UNCLIPPED)
-    deviation = json.loads((tiny_model(case.model) / "config.json").read_text())["initializer_range"]
+    batch, config = value_batch(), case.config(tiny_models[case.model], optimizer=UNCLIPPED)
+    deviation = json.loads((tiny_models[case.model] / "config.json").read_text())["initializer_range"]
     head = torch.empty(1, 64).normal_(0, deviation, generator=torch.Generator().manual_seed(config.seed))
-    expected = plain_torch(tiny_model(case.model), head.numpy(), batch, config)
+    expected = plain_torch(tiny_models[case.model], head.numpy(), batch, config)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp value") as group:
         np.testing.assert_allclose(own_values(group, batch), expected.values, atol=1e-5)
         losses = [train(group, batch, "value")["loss"] for _ in range(reference.STEPS)]
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
 
 
-def test_a_teacher_has_no_state_to_train(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
-    batch, config = reference.make_batch(), Case("gemma3", {DP: 2}, packed=True).config(tiny_model("gemma3"))
-    expected = reference.train_reference(tiny_model("gemma3"), batch, config, reference.sft_reference)
+def test_a_teacher_has_no_state_to_train(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    batch, config = reference.make_batch(), Case("gemma3", {DP: 2}, packed=True).config(tiny_models["gemma3"])
+    expected = reference.train_reference(tiny_models["gemma3"], batch, config, reference.sft_reference)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp teacher") as group:
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected.logprobs, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -138,8 +138,8 @@ def plain_gradients(model: Path) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (str(case) in SLOW)) for case in CASES], ids=str
 )
-def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
-    model = tiny_model(case.model)
+def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    model = tiny_models[case.model]
     found, expected = run_case(megatron_pool, case, model), plain_run(model)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.entropy, expected.entropy, atol=1e-5, rtol=0)
@@ -158,13 +158,13 @@ def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_m
     ],
     ids=str,
 )
-def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
-    batch, config = reference.make_batch(grpo=True), case.config(tiny_model(case.model), generation={"temperature": 0.7})
+def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    batch, config = reference.make_batch(grpo=True), case.config(tiny_models[case.model], generation={"temperature": 0.7})
 
     def loss(current: Tensor, batch: Batch) -> Tensor:
         return grpo_reference(current, batch, token_level=True)
 
-    expected = reference.train_reference(tiny_model(case.model), batch, config, loss)
+    expected = reference.train_reference(tiny_models[case.model], batch, config, loss)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
@@ -172,35 +172,35 @@ def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, t
 
 
 @pytest.mark.slow
-def test_rotary_factors_are_those_of_the_runs_length(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_rotary_factors_are_those_of_the_runs_length(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """Also of rows, and of context-parallel ranks' parts of them, that are shorter than the long factors begin with."""
-    batch, model = reference.make_batch(), reference.load_model(tiny_model("phi3_long"))
+    batch, model = reference.make_batch(), reference.load_model(tiny_models["phi3_long"])
     model.config.rope_parameters["short_factor"] = model.config.rope_parameters["long_factor"]
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     with torch.no_grad():
         expected = reference.hf_logprobs(model, batch)[0].numpy()
-    config = Case("phi3_long", {CP: 2}).config(tiny_model("phi3_long"), max_total_sequence_length=22)
+    config = Case("phi3_long", {CP: 2}).config(tiny_models["phi3_long"], max_total_sequence_length=22)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
 
 
 def test_a_model_whose_packed_rows_see_each_other_is_refused(
-    megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     """GPT-OSS of transformers 5.19 makes masks without positions, so eager attention does not tell sequences apart."""
-    config = Case("gpt_oss", packed=True).config(tiny_model("gpt_oss"))
+    config = Case("gpt_oss", packed=True).config(tiny_models["gpt_oss"])
     with pytest.raises(WorkerError, match="sequences of a packed row see each other in GptOssForCausalLM"):
         with megatron_pool.group(config.policy.train_layout, config, kind="fsdp"):
             pass
 
 
-def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """Its updates need whole matrices, of which each rank has a part."""
     from transformers import AutoModelForCausalLM
 
     batch, optimizer = reference.make_batch(), {"name": "torch.optim:Muon", "args": {"momentum": 0.9}, **UNCLIPPED}
-    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), optimizer=optimizer)
-    model, wanted = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32), config.policy.optimizer
+    config = Case("qwen3", {DP: 2}).config(tiny_models["qwen3"], optimizer=optimizer)
+    model, wanted = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32), config.policy.optimizer
     layers = [one for one in model.model.layers.parameters() if one.ndim == 2]
     rest = [one for one in model.parameters() if all(one is not other for other in layers)]
     vectors, tables = ([one for one in rest if one.ndim == ndim] for ndim in (1, 2))
@@ -220,14 +220,14 @@ def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_m
     np.testing.assert_allclose(losses, expected, atol=2e-3)  # it multiplies in bfloat16
 
 
-def test_any_optimizer_is_found_by_its_path(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_any_optimizer_is_found_by_its_path(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """One without fused kernels for shards."""
     from transformers import AutoModelForCausalLM
 
     batch, optimizer = reference.make_batch(), {**UNCLIPPED, "name": "torch.optim:SGD", "args": {"momentum": 0.5}}
-    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), optimizer=optimizer)
+    config = Case("qwen3", {DP: 2}).config(tiny_models["qwen3"], optimizer=optimizer)
     wanted = config.policy.optimizer
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
     decays = {True: wanted.weight_decay, False: 0.0}
     groups = [
         {"params": [one for one in model.parameters() if (one.ndim > 1) is matrices], "weight_decay": decay}
@@ -246,9 +246,9 @@ def test_any_optimizer_is_found_by_its_path(megatron_pool: MegatronPool, tiny_mo
 
 
 def test_an_optimizer_that_cannot_update_shards_is_an_error(
-    megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
-    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), optimizer={"name": "torch.optim:Rprop"})
+    config = Case("qwen3", {DP: 2}).config(tiny_models["qwen3"], optimizer={"name": "torch.optim:Rprop"})
     message = r"torch\.optim:Rprop, which cannot update the weights of this layout: RuntimeError"
     with pytest.raises(WorkerError, match=message), megatron_pool.group(config.policy.train_layout, config, kind="fsdp"):
         pass

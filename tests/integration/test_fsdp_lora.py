@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,13 @@ def test_steps_and_files_match_peft(
     targets: tuple[str, ...],
     experts: tuple[str, ...],
     megatron_pool: MegatronPool,
-    tiny_model: Callable[[str], Path],
+    tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model, batch = tiny_model(case.model), reference.make_batch()
+    model, batch = tiny_models[case.model], reference.make_batch()
     peft = Peft(model, tmp_path / "theirs", targets, experts)
     settings = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets, "target_parameters": experts}
     config = case.config(model, optimizer=UNCLIPPED, peft={**settings, "adapter_path": str(peft.directory)})
@@ -81,10 +81,10 @@ def test_steps_and_files_match_peft(
 
 @pytest.mark.parametrize("layout", [{DP: 2}, pytest.param({TP: 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_refit_of_adapters_sends_both_factors_whole(
-    layout: dict[str, int], megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+    layout: dict[str, int], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     batch, peft = reference.make_batch(), {"enabled": True, "dim": DIM, "alpha": ALPHA, "refit": "adapters"}
-    config = Case("qwen3", layout).config(tiny_model("qwen3"), peft=peft, generation={"temperature": 1.0})
+    config = Case("qwen3", layout).config(tiny_models["qwen3"], peft=peft, generation={"temperature": 1.0})
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         weights = reference.assemble(group.call("weights"))
@@ -127,15 +127,15 @@ def test_a_refit_of_adapters_sends_both_factors_whole(
     ],
 )
 def test_adapters_that_do_not_fit_are_an_error_before_workers_start(
-    model: str, layout: dict[str, int], peft: dict[str, object], message: str, tiny_model: Callable[[str], Path]
+    model: str, layout: dict[str, int], peft: dict[str, object], message: str, tiny_models: dict[str, Path]
 ) -> None:
     from dagrl.errors import ConfigError
     from dagrl.workers.fsdp import FsdpWorker
     from dagrl.workers.train.hf_load import read_hf_config
 
-    config = Case(model, layout).config(tiny_model(model), peft={"enabled": True, **peft})
+    config = Case(model, layout).config(tiny_models[model], peft={"enabled": True, **peft})
     with pytest.raises(ConfigError, match=message):
-        FsdpWorker.check(config, read_hf_config(tiny_model(model)))
+        FsdpWorker.check(config, read_hf_config(tiny_models[model]))
 
 
 FULL = {"activation_checkpointing": "full"}
@@ -154,15 +154,13 @@ def assert_gradients(found: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("case", REPLAYS, ids=str)
-def test_replayed_experts_match_the_record(
-    case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
-) -> None:
-    plain, model = reference.make_batch(), load_model(tiny_model(case.model))
+def test_replayed_experts_match_the_record(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    plain, model = reference.make_batch(), load_model(tiny_models[case.model])
     batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_local_experts, 2, dense=1)
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0]
     reference.sft_reference(expected, plain).backward()
-    config = case.config(tiny_model(case.model), optimizer=UNCLIPPED, router_replay=True)
+    config = case.config(tiny_models[case.model], optimizer=UNCLIPPED, router_replay=True)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         found = logprobs(group, batch)
         step = train(group, batch)
@@ -179,15 +177,15 @@ def test_replayed_experts_match_the_record(
 
 @pytest.mark.parametrize("fsdp", [{CP: 2}, pytest.param(FULL, marks=pytest.mark.slow)], ids=["split rows", "recomputed"])
 def test_the_load_balancing_loss_is_that_of_switch(
-    fsdp: dict[str, Any], megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+    fsdp: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
-    batch, model = reference.make_batch(), load_model(tiny_model("qwen3_moe"))
+    batch, model = reference.make_batch(), load_model(tiny_models["qwen3_moe"])
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
     balance = loss_of(routers, batch, 2)
     (likelihood + BALANCE * balance).backward()
     case = Case("qwen3_moe", {DP: 2}, {"moe_aux_loss_coeff": BALANCE, **fsdp})
-    config = case.config(tiny_model("qwen3_moe"), optimizer=UNCLIPPED)
+    config = case.config(tiny_models["qwen3_moe"], optimizer=UNCLIPPED)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         step = train(group, batch, warmup="whole")
         gradients = reference.assemble(group.call("gradients"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ class EagerAdamW8bit(optim.AdamW8bit):  # type: ignore[misc]
 
 
 def test_8bit_adam_trains_and_continues_at_another_layout(
-    megatron_pool: MegatronPool, tiny_model: Callable[[str], Path], tmp_path: Path
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    batch, model = reference.make_batch(), tiny_model("qwen3")
+    batch, model = reference.make_batch(), tiny_models["qwen3"]
     optimizer = {"name": f"{__name__}:EagerAdamW8bit", **UNCLIPPED}
     config = Case("qwen3", {DP: 2}).config(model, optimizer=optimizer)
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
