@@ -85,6 +85,11 @@ class BurstGraphs:
         hosted = (states.temperature, states.top_k, states.top_p, states.min_p, states.seeds, runner.req_states.prefill_len)
         self._hosted = [(values, values.gpu.clone()) for values in hosted]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        tables = runner.block_tables
+        # vLLM keeps the tables' layout in memory that sleep drops, and makes it anew, elsewhere, at each wake-up. Graphs
+        # read it where it was, so it is made once, outside that memory: the tables' addresses outlive sleep.
+        tables.init_block_table_layout_tensors()
+        tables.init_block_table_layout_tensors = lambda: None
 
     @staticmethod
     def of(executor: Any, most: int) -> BurstGraphs | None:
