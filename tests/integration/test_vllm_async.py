@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,4 +79,20 @@ def test_bursts_while_requests_wait_for_memory_change_no_token(started: Started)
     found, expected = (sorted(map(made.request, range(8)), key=lambda row: row.request_id) for made in (burst, single))
     for row, alone in zip(found, expected, strict=True):
         assert row.tokens == alone.tokens and len(row.tokens) == 100
+        assert list(row.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)
+
+
+def test_few_requests_are_admitted_after_a_burst_which_changes_no_token(started: Started) -> None:
+    """Forty requests in eight slots, of which one to three end in each step."""
+    engine, _ = started
+    ids = list(range(30, 70))
+    batch = requests(ids, [[3 + row, 7, 9] for row in range(40)], steps=10_000)
+    batch.fields["max_new_tokens"][:] = [5 + 7 * row % 31 for row in range(40)]
+    runs = [engine.on_all(vllm_calls.generate_with_more_requests_than_slots, batch, few)[0] for few in (0.0, 2.0)]
+    (single, steps), (grouped, lengths) = runs
+    assert (1, 1) in pairwise(steps) and (1, 1) not in pairwise(lengths)
+    assert len(lengths) < len(steps), "fewer runs of the scheduler"
+    found, expected = (sorted(map(made.request, range(40)), key=lambda row: row.request_id) for made in (grouped, single))
+    for row, alone in zip(found, expected, strict=True):
+        assert row.tokens == alone.tokens
         assert list(row.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)

@@ -261,6 +261,28 @@ def generate_in_little_memory(worker: Any, batch: Any, blocks: int, bursts: bool
     return made, len(preempted), lengths
 
 
+def generate_with_more_requests_than_slots(worker: Any, batch: Any, few: float) -> tuple[Any, list[int]]:
+    """Runs a quantum; a burst follows each step that admitted fewer new requests than this share of those that ran.
+
+    Returns its result, and the lengths of the steps and bursts that began while a request waited.
+    """
+    engine, scheduler = worker._engine, worker._llm.engine_core.engine_core.scheduler
+    lengths: list[int] = []
+    schedule = scheduler.schedule
+
+    def counted_schedule(*args: Any) -> Any:
+        waits = scheduler.running and scheduler.waiting
+        output = schedule(*args)
+        if waits:
+            lengths.append(engine._bursts.taken)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", counted_schedule)
+        patch.setattr("dagrl.workers.vllm.bursts.FEW", few)
+        return worker.generate(batch), lengths
+
+
 def replay_steps(worker: Any, replays: bool) -> int:
     """Sets whether later steps of bursts are replayed as graphs. Returns how many batch sizes have one by now."""
     bursts = worker._engine._bursts

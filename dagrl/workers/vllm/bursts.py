@@ -8,6 +8,9 @@ scheduling before its present engine.
 A burst looks to the scheduler like one step that made several tokens of each request, as speculative decoding does, and to
 the model runner like that many steps. A request that ends inside a burst is computed to the burst's end; what was made after
 its end is dropped. Samples and log-probabilities are those of single steps.
+
+A step that admits requests is no burst, and where requests end all the time each step of a full engine would admit some. So
+a burst follows each step that admitted a few, and the requests that come meanwhile are admitted together after it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ ONCE: dict[str, Any] = {
 }
 """Fields of a scheduler's output that the first step of a burst carries out for all, with their values in later steps."""
 
+FEW = 1 / 8
+"""New requests are few if they are less than this share of those that run."""
+
 
 class Bursts:
     """Wraps the scheduler and the executor of an engine in this process, so that each decode step becomes a burst.
@@ -55,6 +61,7 @@ class Bursts:
         self._asynchronous = bool(core.vllm_config.scheduler_config.async_scheduling)
         self._burst: SchedulerOutput | None = None
         self._first: SchedulerOutput | None = None
+        self._admitted_few = False  # in the last step
         self._graphs = BurstGraphs.of(executor, steps - 1)
         self._schedule, self._execute, self._sample = (
             self._scheduler.schedule,
@@ -69,13 +76,21 @@ class Bursts:
 
     def schedule(self, *args: Any) -> SchedulerOutput:
         """Schedules a step or a burst."""
+        from vllm.v1.core.sched.interface import PauseState
+
         scheduler, steps = self._scheduler, self._possible()
-        lookahead = scheduler.num_lookahead_tokens
+        lookahead, state = scheduler.num_lookahead_tokens, scheduler.pause_state
         scheduler.num_lookahead_tokens = lookahead + steps - 1  # reserves memory for the tokens of all steps
+        wait = self._admitted_few and steps > 1 and state == PauseState.UNPAUSED
+        if wait:
+            scheduler.set_pause_state(PauseState.PAUSED_NEW)
         try:
             output: SchedulerOutput = self._schedule(*args)
         finally:
             scheduler.num_lookahead_tokens = lookahead
+            if wait:
+                scheduler.set_pause_state(state)
+        self._admitted_few = self._few(output)
         self._first, self.taken = None, 1
         if steps == 1 or not _only_decodes(output):
             return output
@@ -128,6 +143,12 @@ class Bursts:
         while steps > 1 and groups * int(np.sum(-((room - steps) // self._block_size))) > pool.get_num_free_blocks():
             steps -= 1
         return max(steps, 1)
+
+    def _few(self, output: SchedulerOutput) -> bool:
+        """Returns whether a step admitted a few requests, as there was no place for more or none to admit."""
+        admitted = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
+        room = output.total_num_scheduled_tokens < self._scheduler.max_num_scheduled_tokens
+        return room and 0 < admitted < FEW * len(self._scheduler.running)
 
     def _advance(self, output: SchedulerOutput, tokens: int) -> None:
         """Counts the tokens of later steps as those of the first one were."""

@@ -49,10 +49,10 @@ SOCKET = "ipc://"
 """URL scheme of a socket file."""
 
 
-MOST_CAPTURED = 512
-"""Tokens of the largest step with a CUDA graph, as in vLLM."""
+MOST_CAPTURED = 1024
+"""Tokens of the largest step with a CUDA graph. vLLM has 512, which a full engine exceeds in each step with a prompt."""
 
-CAPTURE_STEPS = {8: 64, 16: 128, 32: 256, 64: MOST_CAPTURED}
+CAPTURE_STEPS = {8: 64, 16: 128, 32: 256, 64: 512, 128: MOST_CAPTURED}
 """Distance of captured sizes, and up to where."""
 
 
