@@ -215,7 +215,8 @@ def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
 def sample_by_our_kernels() -> None:
     """Makes samplers of vLLM's second model runner draw and score tokens by our kernels (`sampling_kernels`).
 
-    No effect on CPUs, and in releases whose sampler calls other functions.
+    No effect on CPUs, and in releases whose sampler calls other functions. Tokens stand in for their ranks, which nothing
+    reads (`SampledLogprobs`).
     """
     import vllm
     from vllm.platforms import current_platform
@@ -230,16 +231,21 @@ def sample_by_our_kernels() -> None:
     drawn: Any
     scored: Any
     drawn, scored = (getattr(sampler, name, None) for name in ("gumbel_sample", "compute_topk_scores"))
+    last: list[tuple[Tensor, ...]] = [()]  # logits, tokens and log-probabilities of the last draw
 
-    def draw(*tensors: Tensor, apply_temperature: bool, use_fp64: bool, **options: Any) -> Any:
+    def draw(logits: Tensor, *state: Tensor, apply_temperature: bool, use_fp64: bool, **options: Any) -> Any:
         if apply_temperature or use_fp64 or options:
-            return drawn(*tensors, apply_temperature=apply_temperature, use_fp64=use_fp64, **options)
-        return sampled_tokens(*tensors)
+            return drawn(logits, *state, apply_temperature=apply_temperature, use_fp64=use_fp64, **options)
+        tokens, logprobs = sampled_tokens(logits, *state)
+        last[0] = logits, tokens, logprobs
+        return tokens
 
     def scores(logits: Tensor, others: int, sampled: Tensor, groups: Any = None, **options: Any) -> Any:
         if others or groups is not None or options.get("max_per_req_token_ids") or options.get("logits_mode"):
             return scored(logits, others, sampled, groups, **options)
-        return LogprobsTensors(sampled.unsqueeze(-1), *sampled_scores(logits, sampled))
+        known, last[0] = last[0], ()
+        same = len(known) == 3 and known[0] is logits and known[1] is sampled
+        return LogprobsTensors(sampled.unsqueeze(-1), known[2] if same else sampled_scores(logits, sampled), sampled)
 
     if drawn is not None and vllm.__version__.startswith(RELEASES):
         sampler.gumbel_sample = draw
