@@ -57,6 +57,8 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "granitemoehybrid": {"mamba_n_groups": 1},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "kimi_linear": {
         "linear_attn_config": {
@@ -83,7 +85,10 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1, 1, 1],
         "moe_layer_freq": [0, 1, 1, 1],
-        "layernorm_epsilon": 1e-6,
+        "layernorm_epsilon": 1e-5,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
         "sliding_window_size": 128,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -91,6 +96,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "swa_v_head_dim": 32,
         "add_swa_attention_sink_bias": True,
     },
+    "ministral": {"head_dim": 32},
     "minimax_m2": {"rotary_dim": 16, "use_routing_bias": True, "scoring_func": "sigmoid"},
     "muse_glimmer_vision": {"output_dim": 256},
     "nemotron": {"num_key_value_heads": 2},

@@ -110,9 +110,22 @@ def main() -> None:
     """Tries all text architectures."""
     os.environ.update(vllm_environment(make_config(Path(), {}, {})))
     import_vllm({})
+    run_table(str(__doc__), text_architectures(), list(LAYOUTS), _text_case)
+
+
+def text_architectures() -> list[str]:
+    """Returns the names that vLLM has models for, and those that its models of transformers' modules serve besides."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models import registry
 
-    run_table(str(__doc__), list(registry._TEXT_GENERATION_MODELS), list(LAYOUTS), _text_case)
+    known, served = registry._TEXT_GENERATION_MODELS, registry._TRANSFORMERS_SUPPORTED_MODELS
+    names = [*known, *(name for name, (_, built) in served.items() if "MultiModal" not in built)]
+    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} - registry._VLLM_MODELS.keys()):
+        built = getattr(transformers, name)
+        decodes = not hasattr(built.config_class, "is_decoder")  # others are encoders, or parts of models that have one
+        names += [name] if decodes and built.is_backend_compatible() else []
+    return names
 
 
 def run_table(document: str, names: Sequence[str], layouts: Sequence[str], prepare: Prepare) -> None:
@@ -219,7 +232,7 @@ def compare(steps: Sequence[tuple[float, float]], truth: Sequence[tuple[float, f
 
 def make_config(model: Path, layout: Mapping[str, int], packing: Mapping[str, Any]) -> Config:
     """Returns the configuration of a run."""
-    engine = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+    engine = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.02, "enforce_eager": True}
     policy = {
         "model_name": str(model),
         "backend": "fsdp",

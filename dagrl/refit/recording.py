@@ -134,8 +134,13 @@ def record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, l
     """
     recorder = Recorder(model)
     sources = [(name, recorder.source(name, shape, kind)) for name, shape, kind in checkpoint]
-    with torch.inference_mode(False), torch.no_grad(), recorder:
-        (load or model.load_weights)(iter(sources))  # type: ignore[operator]
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(recorder.registered)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), recorder:
+            (load or model.load_weights)(iter(sources))  # type: ignore[operator]
+    finally:
+        hook.remove()
+        recorder.restore()
     return recorder.finish(dtype)
 
 
@@ -209,13 +214,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writes: dict[_Place, View] = {}
         self._written: set[str] = set()
         self._constants: dict[str, int] = defaultdict(int)
-        self._refused: dict[str, str] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
         for name, tensor in reversed(self.targets.items()):
             self._register(tensor, Memory("target", name))
 
     def source(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the meta tensor that stands for a parameter of the checkpoint."""
         return self._register(torch.empty(shape, dtype=dtype, device="meta"), Memory("source", name, tuple(shape)))
+
+    def registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+        """Follows writes to a parameter that the loader gives a module of the model, instead of the one that it had."""
+        if module not in self._names or parameter is None:
+            return
+        full, former = f"{self._names[module]}.{name}".lstrip("."), module._parameters.get(name)
+        self._register(parameter, Memory("target", full))
+        if former is not None:
+            self._replaced.append((module, name, former))
+        elif full not in self.targets:
+            self.targets[full] = parameter.detach()
+            self._parameters.append(full)
+
+    def restore(self) -> None:
+        """Gives modules back the parameters that the loader has replaced."""
+        for module, name, former in reversed(self._replaced):
+            module._parameters[name] = former
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -17,7 +17,8 @@ from dagrl.workers.fsdp.model import prepare_layer
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_run, run_case
-from tests.integration.test_megatron_layouts import logprobs, train
+from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
+from tests.integration.test_megatron_lora import ALPHA, Peft, learn
 from tests.unit.workers.test_fsdp_model import tiny
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -51,6 +52,30 @@ def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, models: di
     model = models[case.model]
     found = replace(run_case(pool, case, model, precision="bfloat16"), gradients={})
     assert not reference.beyond_bfloat16(found, plain_run(model))
+
+
+@pytest.mark.parametrize(("precision", "difference"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("layout", [{}, pytest.param({DP: 2}, marks=two_gpus)], ids=str)
+def test_adapters_of_experts_are_close_to_peft(
+    layout: dict[str, int],
+    precision: str,
+    difference: float,
+    pool: MegatronPool,
+    models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    targets, experts = ("q_proj",), ("experts.gate_up_proj", "experts.down_proj")
+    model, batch = models["qwen3_moe"], reference.make_batch()
+    peft = Peft(model, tmp_path, targets, experts, dim=8)  # grouped products in bfloat16 take multiples of 8
+    settings = {"enabled": True, "dim": 8, "alpha": ALPHA, "target_modules": targets, "target_parameters": experts}
+    adapters, case = {**settings, "adapter_path": str(peft.directory)}, Case("qwen3_moe", layout, packed=True)
+    config = case.config(model, optimizer=UNCLIPPED, precision=precision, peft=adapters)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
+    expected, _ = learn(
+        peft.parameters(), lambda: reference.sft_reference(reference.hf_logprobs(peft.model, batch)[0], batch), config
+    )
+    np.testing.assert_allclose(losses, expected, atol=difference)
 
 
 ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]

@@ -34,13 +34,15 @@ def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], mega
 class Peft:
     """A Hugging Face model with random adapters of the peft package, saved to `directory`."""
 
-    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...], experts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model: Path, directory: Path, targets: tuple[str, ...], experts: tuple[str, ...] = (), dim: int = DIM
+    ) -> None:
         peft = pytest.importorskip("peft")
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(5)
         settings = peft.LoraConfig(
-            r=DIM,
+            r=dim,
             lora_alpha=ALPHA,
             target_modules=list(targets) or "all-linear",
             target_parameters=experts or None,

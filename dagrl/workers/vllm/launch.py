@@ -267,7 +267,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     defaults |= {} if on_gpu else {"enable_chunked_prefill": False, "skip_mm_profiling": True}
     if context.layout.tp > 1:
         defaults["async_scheduling"] = False  # untested with several ranks on GPUs
-    return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
+    return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, hf_config, on_gpu)}
 
 
 def _class_has(hf_config: Mapping[str, Any], feature: str) -> bool:
@@ -290,21 +290,25 @@ def capture_sizes(most: int) -> list[int]:
     return sorted(size for size in sizes | {most, limit} if size <= limit)
 
 
-def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
+def _compilation(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> dict[str, Any]:
     """Returns vLLM's `compilation_config`: the given one, and where it has none the sizes of CUDA graphs.
 
     On GPUs independent kernels are combined without first timing whether that pays, which prolongs the compilation.
     """
     generation = require_generation(config)
     vllm, configured = generation.vllm_cfg, generation.vllm_kwargs.get("compilation_config", {})
-    if vllm.enforce_eager or not isinstance(configured, dict):
+    if not isinstance(configured, dict):
         return {}
     ours: dict[str, Any] = {}
-    if not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & configured.keys():
+    if not on_gpu and hf_config.get("kv_lora_rank"):
+        ours["custom_ops"] = [
+            "-rotary_embedding"
+        ]  # vLLM 0.32's kernel for CPUs rotates one head of latent attention's queries
+    if not vllm.enforce_eager and not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & configured.keys():
         ours["cudagraph_capture_sizes"] = capture_sizes(vllm.max_num_seqs)
-    if on_gpu:
+    if not vllm.enforce_eager and on_gpu:
         ours["inductor_compile_config"] = {"combo_kernels": True, "benchmark_combo_kernel": False}
-    return {"compilation_config": {**ours, **configured}}
+    return {"compilation_config": {**ours, **configured}} if ours else {}
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:

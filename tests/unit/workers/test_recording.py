@@ -266,3 +266,29 @@ def test_a_computed_weight_is_packed_again_after_a_refit(monkeypatch: pytest.Mon
     for hook in destinations.hooks:
         hook()
     assert torch.equal(engine.layer.cpu_linear(torch.eye(3)).T, torch.cat([second[::2], second[1::2]]))
+
+
+class Late(torch.nn.Module):
+    """A head whose loader makes the bias once the checkpoint has one, as vLLM's models of transformers' modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(3, 8, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            if name == "bias":
+                self.head.bias = torch.nn.Parameter(torch.empty(8))
+            getattr(self.head, name).data.copy_(weight)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_parameter_that_the_loader_makes_is_recorded_in_place(loaded: bool) -> None:
+    model, bias = Late(), None
+    if loaded:
+        model.load_weights([("weight", torch.ones(8, 3)), ("bias", torch.ones(8))])
+        bias = model.head.bias
+    found = record(model, [("weight", (8, 3), torch.float32), ("bias", (8,), torch.float32)], torch.float32)
+    check_complete("Late", found)
+    assert {piece.tensor for piece in found.slices} == {"head.weight", "head.bias"}
+    assert not loaded or (model.head.bias is bias and torch.equal(model.head.bias, torch.ones(8)))

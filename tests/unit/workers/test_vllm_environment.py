@@ -70,7 +70,7 @@ def test_a_chosen_compilation_keeps_its_sizes() -> None:
     def compilation(on_gpu: bool = False, **chosen: Any) -> dict[str, Any]:
         generation = {"vllm_cfg": {"enforce_eager": False, "max_num_seqs": 8}, "vllm_kwargs": chosen}
         values = {"name": "x", "algorithm": "grpo", "data": {}, "policy": {"generation": generation}}
-        return _compilation(Settings.model_validate(values), on_gpu)
+        return _compilation(Settings.model_validate(values), {}, on_gpu)
 
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     assert compilation() == {"compilation_config": sizes}
