@@ -70,7 +70,8 @@ class SequencePackingConfig(Section):
 
     shared_prefix: bool | Literal["auto"] = "auto"
     """Compute the tokens that neighbouring sequences begin with once per row: the prompt of a group, or of both answers of a
-    preference. `auto`: where it saves at least a third of the tokens, except with context parallelism or a router loss.
+    preference. `auto`: where it saves at least a third of the tokens, except with context parallelism, a router loss, or
+    attention that cannot.
     """
 
 

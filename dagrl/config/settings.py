@@ -79,14 +79,12 @@ def least_shared(policy: PolicyConfig) -> float | None:
 
 def unshared_reason(policy: PolicyConfig) -> str:
     """Returns why packed rows cannot share prefixes, and what to set instead; empty if they can."""
-    megatron = policy.megatron_cfg
+    settings = policy.fsdp_cfg if policy.backend == "fsdp" else policy.megatron_cfg
     if not policy.sequence_packing.enabled:
         return "policy.sequence_packing.enabled is false; set it to true"
-    if policy.backend == "fsdp":
-        return "policy.backend is fsdp, and transformers' attention has no shared prefixes; set it to megatron"
-    if megatron.context_parallel_size > 1:
-        return f"context_parallel_size is {megatron.context_parallel_size}, which splits every sequence; set it to 1"
-    if megatron.moe_aux_loss_coeff:
+    if settings.context_parallel_size > 1:
+        return f"context_parallel_size is {settings.context_parallel_size}, which splits every sequence; set it to 1"
+    if settings.moe_aux_loss_coeff:
         return "the router's loss (moe_aux_loss_coeff) counts the tokens of every sequence; set it to 0"
     return ""
 

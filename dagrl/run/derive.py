@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, cast
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, model_section, section_key
-from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
+from dagrl.config.settings import (
+    bucket_widths,
+    generation_config,
+    generation_dtype,
+    least_shared,
+    samples_per_step,
+    width_key,
+)
 from dagrl.data.chat import Chat
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
@@ -151,6 +158,8 @@ def derive_from_data(
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
         _unpack_unseparated(derived, hf_config)
+    _unshare_prefixes(derived, hf_config)
+    if gpus_per_worker(derived.config.cluster):
         _fit_microbatches(derived, hf_config, weight_bytes)
         if derived.colocated:
             _fit_shared_cache(derived, hf_config, weight_bytes)
@@ -403,6 +412,15 @@ def _unpack_unseparated(derived: Derived, hf_config: Mapping[str, Json]) -> None
         named = load_attribute("dagrl.workers.fsdp.checks:unpackable", FSDP)
         if what := cast(Callable[..., str], named)(derived.config, hf_config):
             derived.set(packing, False, f"sequences of a row would see each other through {what}")
+
+
+def _unshare_prefixes(derived: Derived, hf_config: Mapping[str, Json]) -> None:
+    """Shares no prefixes in a model that cannot."""
+    policy, key = derived.config.policy, "policy.sequence_packing.shared_prefix"
+    if policy.backend == "fsdp" and derived.open(key, "policy.worker") and least_shared(policy) is not None:
+        named = load_attribute("dagrl.workers.fsdp.checks:unshared", FSDP)
+        if what := cast(Callable[..., str], named)(derived.config, hf_config):
+            derived.set(key, False, f"the model has {what}")
 
 
 def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:

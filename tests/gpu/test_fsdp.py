@@ -16,8 +16,8 @@ from dagrl.workers.fsdp import host_copies
 from dagrl.workers.fsdp.model import prepare_layer
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_run, run_case
-from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
+from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_gradients, plain_run, run_case
+from tests.integration.test_megatron_layouts import UNCLIPPED, group_batch, logprobs, run_group, train
 from tests.integration.test_megatron_lora import ALPHA, Peft, learn
 from tests.unit.workers.test_fsdp_model import tiny
 
@@ -91,6 +91,38 @@ def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, mo
     case = Case(name, {}, {"attn_implementation": attention}, packed=True)
     found = replace(run_case(pool, case, models[name], precision="bfloat16"), gradients={})
     assert not reference.beyond_bfloat16(found, plain_run(models[name]))
+
+
+SHARED = [
+    Case("qwen3"),
+    Case("qwen3", {}, {"torch_compile": True, "activation_checkpointing": "selective"}),
+    Case("qwen3", {}, {"attn_implementation": "flex_attention"}),
+    Case("gemma3", {}, {"torch_compile": True}),  # windows
+    Case("gemma3", {}, {"attn_implementation": "sdpa"}),
+    Case("qwen3_moe", {}, {"activation_checkpointing": "full"}),
+    pytest.param(Case("qwen3", {TP: 2}, {"torch_compile": True}), marks=two_gpus),
+]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(
+    case: Case, pool: MegatronPool, models: dict[str, Path]
+) -> None:
+    batch, model, found = group_batch(), models[case.model], dict[bool, tuple[float, float]]()
+    config = case.config(model, optimizer=UNCLIPPED)
+    truth = reference.train_reference(model, batch, config, reference.sft_reference, steps=1)
+    gradients = plain_gradients(model, groups=True)
+    inside = np.arange(batch.tokens) < batch["lengths"][:, None]
+    for shared in (False, True):
+        packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": shared}
+        config = case.config(model, precision="bfloat16", optimizer=UNCLIPPED, sequence_packing=packing)
+        with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+            run = run_group(group, batch)
+        assert (run["saved"] > 0.1) == shared
+        off = float(np.abs(run["logprobs"] - truth.logprobs * inside).mean())
+        found[shared] = reference.gradient_error(run["gradients"], gradients), off
+    assert found[False][0] < 0.05, found
+    assert found[True][0] < 1.2 * found[False][0] + 1e-3 and found[True][1] < 1.2 * found[False][1] + 1e-3, found
 
 
 @pytest.mark.parametrize("recomputes", ["none", "full", "selective", "offloaded"])

@@ -19,7 +19,15 @@ from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
-from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, grpo_reference, logprobs, train
+from tests.integration.test_megatron_layouts import (
+    PACKED,
+    UNCLIPPED,
+    group_batch,
+    grpo_reference,
+    logprobs,
+    run_group,
+    train,
+)
 
 DP, REPLICAS, TP, EP = "data_parallel_size", "data_parallel_replicas", "tensor_parallel_size", "expert_parallel_size"
 CP = "context_parallel_size"
@@ -127,9 +135,9 @@ def plain_run(model: Path) -> reference.Run:
 
 
 @cache
-def plain_gradients(model: Path) -> Mapping[str, Any]:
-    """Returns the gradients of the same batch, by the names in the module."""
-    batch, module = reference.make_batch(), reference.load_model(model)
+def plain_gradients(model: Path, *, groups: bool = False) -> Mapping[str, Any]:
+    """Returns the gradients of the same batch, or of one with groups, by the names in the module."""
+    batch, module = group_batch() if groups else reference.make_batch(), reference.load_model(model)
     reference.sft_reference(reference.hf_logprobs(module, batch)[0], batch).backward()
     parameters = module.named_parameters()
     return {name: np.zeros(one.shape) if one.grad is None else one.grad.numpy() for name, one in parameters}
@@ -169,6 +177,36 @@ def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, t
         steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
     np.testing.assert_allclose([step["grad_norm"] for step in steps], expected.norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gemma3", {TP: 2}, {"activation_checkpointing": "full"}, packed=True),
+        pytest.param(Case("qwen3", {DP: 2, TP: 2}, packed=True), marks=pytest.mark.slow),
+        pytest.param(
+            Case("qwen3_moe", {DP: 2, EP: 2}, {"activation_checkpointing": "selective"}, packed=True), marks=pytest.mark.slow
+        ),
+        pytest.param(Case("gemma3", {DP: 2}, {"attn_implementation": "eager"}, packed=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_shared_prefixes_give_the_gradients_of_whole_sequences(
+    case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """The truth is transformers, one sequence at a time."""
+    model, batch = tiny_models[case.model], group_batch()
+    packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": True}
+    config = case.config(model, optimizer=UNCLIPPED, sequence_packing=packing)
+    truth = reference.train_reference(model, batch, config, reference.sft_reference, steps=1)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        found = run_group(group, batch)
+    assert found["saved"] > 0.1
+    inside = np.arange(batch.tokens) < batch["lengths"][:, None]
+    for name, expected in (("logprobs", truth.logprobs), ("entropy", truth.entropy)):
+        np.testing.assert_allclose(found[name], expected * inside, atol=1e-5, rtol=0)
+    assert found["loss"] == pytest.approx(truth.losses[0], abs=2e-6)
+    reference.assert_gradients(found["gradients"], plain_gradients(model, groups=True), 2e-5)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ Transformers makes no mask for an implementation that has registered no function
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,33 @@ from dagrl.errors import ConfigError
 from dagrl.workers.fsdp.architecture import layer_configs
 from dagrl.workers.fsdp.context import ROW_POSITIONS
 from dagrl.workers.train.cudnn_attention import cudnn_attention, faster
-from dagrl.workers.train.microbatches import Segments
+from dagrl.workers.train.microbatches import Segments, with_prefix_keys
+from dagrl.workers.train.prefix_attention import Sizes, prefix_attention
 
 TORCH_VARLEN = "torch_varlen"
 LARGEST_HEAD = 256
+
+
+class SharedPrefixes(NamedTuple):
+    """How a packed row's sequences see their prefixes.
+
+    `seen`: sizes of `Segments.prefixes`. `order`, for windows: that of keys, in which those of a sequence follow its
+    prefix's; then their offsets and largest number.
+    """
+
+    seen: Sizes
+    order: Tensor | None = None
+    key_starts: Tensor | None = None
+    longest_key: int = 0
+
+    @staticmethod
+    def of(segments: Segments, *, windows: bool) -> SharedPrefixes | None:
+        """Returns those of these segments; None if no sequences share a prefix."""
+        if segments.prefixes is None:
+            return None
+        seen = SharedPrefixes(segments.prefixes.rounded_sizes)
+        whole = with_prefix_keys(segments) if windows else None
+        return seen if whole is None else SharedPrefixes(seen.seen, whole.key_order, whole.key_starts, whole.rounded_key)
 
 
 def default_attention(kind: type[Any], config: Any, device: torch.device, precision: str) -> str | None:
@@ -47,8 +70,8 @@ def attention_arguments(config: Any, segments: Segments | None, row_positions: T
     if segments is None or implementation != TORCH_VARLEN:
         return {}
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    sizes = segments.query_starts, segments.key_starts, segments.rounded_query, segments.rounded_key
-    return dict(zip(names, sizes, strict=True))
+    shared = SharedPrefixes.of(segments, windows=bool(getattr(config.get_text_config(), "sliding_window", None)))
+    return dict(zip(names, segments.rounded_sizes, strict=True)) | ({} if shared is None else {"shared_prefixes": shared})
 
 
 def attend(
@@ -65,6 +88,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -92,8 +116,16 @@ def attend(
     width = v.shape[-1]
     if width != size:  # MLA
         v = pad(v, (0, size - width))
-    if sliding_window is None and faster(q, max_length_k):
-        scale = size**-0.5 if scaling is None else scaling
+    scale = size**-0.5 if scaling is None else scaling
+    if shared_prefixes is not None and sliding_window is None:
+        sizes = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        out = prefix_attention(q, k, v, sizes, shared_prefixes.seen, scale)
+        return out.view(rows, tokens, heads, size)[..., :width], None
+    if shared_prefixes is not None:  # a prefix has gradients from all its sequences, summed in float32
+        assert shared_prefixes.order is not None and shared_prefixes.key_starts is not None
+        k, v = (states.float().index_select(0, shared_prefixes.order).to(states.dtype) for states in (k, v))
+        cu_seq_lens_k, max_length_k = shared_prefixes.key_starts, shared_prefixes.longest_key
+    elif sliding_window is None and faster(q, max_length_k):
         out = cudnn_attention(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale)
         return out.view(rows, tokens, heads, size)[..., :width], None
     window = None if sliding_window is None else sliding_window - 1

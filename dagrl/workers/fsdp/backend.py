@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dagrl.channels.spec import nccl_environment
 from dagrl.config import Config, Json, PolicyConfig
-from dagrl.config.settings import sends_adapters
+from dagrl.config.settings import least_shared, sends_adapters
+from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD, model_keys
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from dagrl.workers.fsdp.lora import Adapters
-    from dagrl.workers.fsdp.model import Meshes
+    from dagrl.workers.fsdp.model import HiddenStates, Meshes
     from dagrl.workers.fsdp.sent import SentAdapters, SentWeights
     from dagrl.workers.fsdp.trainer import ShardedModel
     from dagrl.workers.train.checkpoint import Piece
@@ -41,6 +42,7 @@ class FsdpBackend:
     """A `Backend`."""
 
     captures = False
+    shares = True
     checkpoint_format: ClassVar[str] = "dagrl-fsdp-1"
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -112,9 +114,22 @@ class FsdpBackend:
         packed = self._policy.sequence_packing.enabled
         if packed:
             check_separation(root, spec.device)
+        if least_shared(self._policy) is not None:
+            self._check_sharing(root)
         check_context(root, spec.device, packed=packed)
         routed = routed_experts(spec.config, spec.hf_config)
         self._model = ShardedModel(root, spec.config, spec.device, routed, trains=spec.trains)
+
+    def _check_sharing(self, root: HiddenStates) -> None:
+        """Sets `shares`. Raises ConfigError if prefixes cannot be shared, but must be."""
+        from dagrl.workers.fsdp.separation import shares_prefixes
+
+        self.shares, name = shares_prefixes(root, self._spec.device), type(root.net).__name__
+        if not self.shares and self._policy.sequence_packing.shared_prefix is True:
+            raise ConfigError(
+                f"policy.sequence_packing.shared_prefix is true, but sequences of {name} do not see a prefix that they "
+                "share as their own; set it to auto, or false"
+            )
 
     def abort(self) -> None:
         """Aborts this worker's collectives, so that peers waiting for it raise."""

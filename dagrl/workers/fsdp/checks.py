@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 from packaging.version import Version
 
@@ -74,19 +75,32 @@ def unpackable(config: Config, hf_config: Mapping[str, Json]) -> str:
     policy = config.policy
     if layers := layers_with_a_state(policy, hf_config):
         return layers
+    from dagrl.workers.fsdp.separation import unseparated
+
+    return unseparated(*_attention_of(config, hf_config), images=config.data.images.enabled)
+
+
+def unshared(config: Config, hf_config: Mapping[str, Json]) -> str:
+    """Names that by which sequences of a packed row cannot share prefixes; empty if there is nothing."""
+    from dagrl.workers.fsdp.separation import unshared as named
+
+    return named(*_attention_of(config, hf_config), images=config.data.images.enabled)
+
+
+def _attention_of(config: Config, hf_config: Mapping[str, Json]) -> tuple[type[Any], Any, str | None]:
+    """Returns a model's class and configuration, and the attention that workers choose for it, None for transformers'."""
     import torch
 
     from dagrl.workers.fsdp.architecture import find_class, find_config
     from dagrl.workers.fsdp.attention import default_attention
-    from dagrl.workers.fsdp.separation import unseparated
 
-    scalar, cluster = bool(hf_config.get(SCALAR_HEAD)), config.cluster
+    policy, scalar, cluster = config.policy, bool(hf_config.get(SCALAR_HEAD)), config.cluster
     model = find_config(policy, hf_config, scalar=scalar)
     kind, chosen = find_class(policy, model, scalar=scalar), policy.fsdp_cfg.attn_implementation
     on_gpus = bool(gpu_count() if cluster.num_gpus is None else cluster.num_gpus) and cluster.gpus_per_worker != 0
     if chosen is None and on_gpus:
         chosen = default_attention(kind, model, torch.device("cuda"), policy.precision)
-    return unseparated(kind, model, chosen, images=config.data.images.enabled)
+    return kind, model, chosen
 
 
 def _check_heads(policy: PolicyConfig, hf_config: Mapping[str, Json], ranks: int) -> None:
@@ -179,4 +193,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
         raise ConfigError(
             "policy.sequence_packing.enabled is true, but sequences of one row would see each other in the model, which has "
             f"{reason}; set it to false"
+        )
+    if policy.sequence_packing.shared_prefix is True and (reason := unshared(config, hf_config)):
+        raise ConfigError(
+            f"policy.sequence_packing.shared_prefix is true, but the model has {reason}; set it to auto, or false"
         )

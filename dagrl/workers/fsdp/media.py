@@ -8,11 +8,11 @@ sequences have, as those of a group do, is computed once. Imported only where to
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, groupby, pairwise
-from operator import itemgetter
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ from dagrl.data.media import MediaCache, MediaStore, load_processor
 from dagrl.telemetry.record import RunPaths
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.output import base_of
+from dagrl.workers.train.microbatches import Segments
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -97,14 +98,21 @@ class MediaInputs:
         if ids and False not in self._joins.values():
             self._made.prepare((-torch.cat(ids)).tolist())
 
-    def arguments(self, tokens: Tensor, positions: Tensor, media: Tensor) -> dict[str, Any]:
-        """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""
+    def arguments(
+        self, tokens: Tensor, positions: Tensor, media: Tensor, segments: Segments | None = None
+    ) -> dict[str, Any]:
+        """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media.
+
+        `segments` tell sequences apart that share prefixes, positions all others.
+        """
         types = (media != 0).int()
         arguments: dict[str, Any] = {name: types for name in TYPES if name in self._known}
         arguments["position_ids"] = text_positions(self._base, positions)
-        firsts, sequences = media < 0, (positions == 0).flatten().cumsum(0).view(positions.shape)
-        shown = zip(sequences[firsts].tolist(), (-media[firsts]).tolist(), strict=True)
-        groups = [[medium for _, medium in own] for _, own in groupby(shown, key=itemgetter(0))]
+        runs, shown, conversations = _runs(positions, segments), media.flatten().cpu(), defaultdict[int, list[int]](list)
+        for prefix, own in runs:  # with images in a prefix, those of its sequences follow them
+            home = prefix if (shown[prefix] < 0).any() else own
+            conversations[home.start] += (-shown[own][shown[own] < 0]).tolist()
+        groups = [own for own in conversations.values() if own]
         self._repeats = []
         if not groups:
             return arguments
@@ -117,7 +125,7 @@ class MediaInputs:
         arguments |= {name: value.to(tokens.device) for name, value in tensors.items()}
         if self._ropes:
             grids = tensors["image_grid_thw"][self._repeats or slice(None)]
-            arguments["position_ids"] = self._rope_positions(tokens, positions, media, grids)
+            arguments["position_ids"] = self._rope_positions(tokens, positions, shown, grids, runs)
         return arguments
 
     @contextmanager
@@ -179,25 +187,33 @@ class MediaInputs:
         output = self._processor(text=texts, images=images, padding=True, return_tensors="pt")
         return {name: value for name, value in output.items() if name in self._known and name not in TYPES}
 
-    def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, grids: Tensor) -> Tensor:
+    def _rope_positions(
+        self, tokens: Tensor, positions: Tensor, shown: Tensor, grids: Tensor, runs: Sequence[tuple[slice, slice]]
+    ) -> Tensor:
         """Returns positions [4, b, s]: those of text, by which sequences of a row are told apart, and the model's own three.
 
-        `grids` [images, 3] are those of all images. Sequences begin where positions do. The model's function takes one
+        `shown` are the ids of media, flattened, `grids` [images, 3] those of all images. The model's function takes one
         sequence at a time, and reads it on the host.
         """
-        shape = tokens.shape
-        flat = [one.flatten().cpu() for one in (tokens, positions, media)]
-        starts = [*torch.nonzero(flat[1] == 0).flatten().tolist(), len(flat[0])]
-        parts, first = [], 0
-        for start, end in pairwise(starts):
-            ids, own = flat[0][None, start:end], flat[2][None, start:end]
-            images = int((own < 0).sum())
-            own_grids = grids[first : first + images] if images else None
-            found, _ = self._base.get_rope_index(ids, mm_token_type_ids=(own != 0).int(), image_grid_thw=own_grids)
-            parts.append(found[:, 0])
-            first += images
-        own = torch.cat(parts, dim=1).view(3, *shape).to(positions.device)
-        return torch.cat([positions[None], own])
+        ids, parts = tokens.flatten().cpu(), []
+        numbers = (shown < 0).cumsum(0) - 1  # of the image that a token belongs to
+        for prefix, own in runs:
+            text, types, first = (torch.cat([one[prefix], one[own]])[None] for one in (ids, shown, numbers))
+            images = grids[first[types < 0]] if (types < 0).any() else None
+            found, _ = self._base.get_rope_index(text, mm_token_type_ids=(types != 0).int(), image_grid_thw=images)
+            parts.append(found[:, 0, prefix.stop - prefix.start :])
+        three = torch.cat(parts, dim=1).view(3, *tokens.shape).to(positions.device)
+        return torch.cat([positions[None], three])
+
+
+def _runs(positions: Tensor, segments: Segments | None) -> list[tuple[slice, slice]]:
+    """Returns where each sequence is in a flattened microbatch, after where its shared prefix is, which may be empty."""
+    none = slice(0, 0)
+    if segments is None or segments.prefixes is None:
+        starts = [*torch.nonzero(positions.flatten().cpu() == 0).flatten().tolist(), positions.numel()]
+        return [(none, slice(*run)) for run in pairwise(starts)]
+    own = [slice(*run) for run in pairwise(accumulate(segments.query_lengths, initial=0))]
+    return [(none if head < 0 else own[head], one) for head, one in zip(segments.heads, own, strict=True)]
 
 
 def _repeated(compute: Callable[..., Any], places: list[int], *arguments: Any, **options: Any) -> Any:

@@ -46,10 +46,11 @@ from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.fsdp.experts import use_permutations
 from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
+from dagrl.workers.fsdp.masks import shared_masks
 from dagrl.workers.fsdp.media import MediaInputs, text_positions
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.fsdp.versions import apply_expert_parallelism, parallel_plans, plan_key
-from dagrl.workers.train import cudnn_attention
+from dagrl.workers.train import cudnn_attention, prefix_attention
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.microbatches import Segments
 
@@ -89,7 +90,8 @@ class HiddenStates(nn.Module):
     ) -> Tensor:
         """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s].
 
-        `segments` are the sequences of a packed row, which positions tell apart where attention does not take them.
+        `segments` are the sequences of a packed row, which positions tell apart where attention does not take them and none
+        share a prefix.
         `row_positions` are those of whole rows, of which context-parallel ranks have a run of `s` tokens each. `media` are
         the ids [b, s] of the images that tokens stand for.
         """
@@ -97,16 +99,19 @@ class HiddenStates(nn.Module):
             self.copies.gather()
         base = base_of(self.net)
         arguments = attention_arguments(self.net.config, segments, row_positions)
+        shares = segments is not None and segments.prefixes is not None and not arguments
         arguments["position_ids"] = text_positions(base, positions)
         nothing = None
         ids: AbstractContextManager[Tensor] = nullcontext(tokens)
         if self.media is not None and media is not None:
-            arguments |= self.media.arguments(tokens, positions, media)
+            arguments |= self.media.arguments(tokens, positions, media, segments)
             ids = self.media.input_ids(tokens, media)
             nothing = None if bool((media != 0).any()) else self.media.nothing(tokens.device)
         split = self.context is not None and row_positions is not None
         with self.context.whole_rows(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
-            with ids as input_ids:
+            implementation = self.net.config._attn_implementation
+            masks = shared_masks(implementation, segments, positions) if shares else nullcontext()  # type: ignore[arg-type]
+            with masks, ids as input_ids:
                 output = base(input_ids=input_ids, use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden if nothing is None else hidden + nothing.to(hidden.dtype)
@@ -452,6 +457,7 @@ def _kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 _ATTENTION = {
     cudnn_attention.FORWARD,
+    prefix_attention.FORWARD,
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

@@ -1,4 +1,5 @@
-"""Whether sequences of a packed row see each other: by the model's code before a run, and by its outputs in workers.
+"""Whether sequences of a packed row see each other, and their shared prefixes: by the model's code before a run, and by its
+outputs in workers.
 
 Imported only where torch is.
 """
@@ -20,7 +21,7 @@ from dagrl.workers.fsdp.dry import build
 from dagrl.workers.fsdp.media import takes_types, text_positions
 from dagrl.workers.fsdp.model import HiddenStates, reshard
 from dagrl.workers.fsdp.output import base_of
-from dagrl.workers.train.microbatches import Segments
+from dagrl.workers.train.microbatches import Segments, make_segments
 
 LENGTHS = 9, 7
 """Tokens of the two sequences that are tried."""
@@ -68,6 +69,23 @@ def unseparated(kind: type[Any], config: Any, attention: str | None, *, images: 
     return "" if all(needed in names for names in handed) else f"attention that is not handed {needed} ({named})"
 
 
+def unshared(kind: type[Any], config: Any, attention: str | None, *, images: bool) -> str:
+    """Says by what sequences cannot share prefixes in a model with this attention, as far as its code tells; empty if by
+    nothing.
+
+    `torch_varlen` is handed prefixes, others need masks that follow from positions.
+    """
+    if attention is not None and "flash" in attention:
+        return f"attn_implementation {attention}, which takes no masks"
+    if not images:
+        return ""
+    try:
+        types = takes_types(base_of(build(kind, config, attention)))
+    except Exception:
+        return ""  # `dry_model` says why it cannot be built
+    return "images whose tokens see each other" if types else ""
+
+
 @contextmanager
 def _attention(handed: list[set[str]]) -> Iterator[None]:
     """Context in which transformers' attention only says what it is handed, and ends the run."""
@@ -103,6 +121,31 @@ def check_separation(root: HiddenStates, device: torch.device) -> None:
             f"sequences of a packed row see each other in {type(root.net).__name__} with attn_implementation {attention}; "
             "set policy.sequence_packing.enabled=false, or another policy.fsdp_cfg.attn_implementation"
         )
+
+
+@torch.no_grad()
+def shares_prefixes(root: HiddenStates, device: torch.device) -> bool:
+    """Whether two sequences with a shared prefix have the hidden states that they have in whole. A collective.
+
+    They may differ by what kernels round, but not as by another prefix.
+    """
+    if root.media is not None and root.media.masks:
+        return False
+    shared, size = LENGTHS[0], root.net.config.get_text_config().vocab_size
+    prefix, *own = (7 * torch.arange(shared + sum(LENGTHS), device=device) % size).split((shared, *LENGTHS))
+
+    def run(heads: tuple[int, ...], *parts: tuple[Tensor, int]) -> Tensor:
+        """Returns the hidden states of the two sequences' own tokens, in a row of parts that begin at these positions."""
+        tokens, lengths = torch.cat([part for part, _ in parts])[None], [len(part) for part, _ in parts]
+        positions = torch.cat([torch.arange(start, start + len(part), device=device) for part, start in parts])[None]
+        media = None if root.media is None else torch.zeros_like(tokens)
+        hidden = root(tokens, positions, make_segments([lengths], 1, 0, device, heads), media=media)[0].float()
+        return torch.cat([one[-length:] for one, length in zip(hidden.split(lengths)[-2:], LENGTHS, strict=True)])
+
+    found = run((-1, 0, 0), (prefix, 0), *((part, shared) for part in own))
+    whole, other = (run((), *((torch.cat([one, part]), 0) for part in own)) for one in (prefix, prefix.flip(0)))
+    reshard(root)
+    return bool((found - whole).norm() <= max(0.01 * whole.norm(), 0.25 * (other - whole).norm()))
 
 
 def _positions() -> Tensor:

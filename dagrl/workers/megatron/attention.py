@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.workers.train.cudnn_attention import cudnn_attention, faster
 from dagrl.workers.train.microbatches import Microbatch, RoutedTokens, Segments
+from dagrl.workers.train.prefix_attention import prefix_attention
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,12 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     if query.is_cuda and half and query.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available():
         # Variable-length FlashAttention 2: differentiable, causal from the end of each segment.
         if segments.prefixes is not None:
-            out: Tensor = _PrefixAttention.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
-            return out
+            return prefix_attention(query, key, value, segments.sizes, segments.prefixes.sizes, scale)
         if faster(query, segments.rounded_key):
-            sizes = segments.query_starts, segments.key_starts, segments.rounded_query, segments.rounded_key
+            sizes = segments.rounded_sizes
             return cudnn_attention(query, key, value, *sizes, scale, from_end=segments.key_order is not None)
         settings = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
-        out = torch.ops.aten._flash_attention_forward(query, key, value, *segments.sizes, **settings)[0]
+        out: Tensor = torch.ops.aten._flash_attention_forward(query, key, value, *segments.sizes, **settings)[0]
         return out
     return each_segment(query, key, value, segments, scale)
 
@@ -149,51 +149,6 @@ def each_segment(
     keys_values = [_seen(torch.split(tensor, list(segments.key_lengths), 2), segments.heads) for tensor in (k, v)]
     parts = zip(torch.split(q, list(segments.query_lengths), 2), *keys_values, strict=True)
     return torch.cat([_attend(part_q, part_k, part_v, scale, window)[0].transpose(0, 1) for part_q, part_k, part_v in parts])
-
-
-class _PrefixAttention(torch.autograd.Function):
-    """Attention of packed rows that share prefixes, by two launches of variable-length FlashAttention 2.
-
-    One launch is causal within each segment. In the other, the queries after a prefix see its keys, which no sequence has a
-    copy of. The outputs are joined by their log-sum-exp. The backward pass of FlashAttention computes probabilities from the
-    log-sum-exp that it is given, and the mean of their gradients from the output (Dao 2023, arXiv:2307.08691, algorithm 2).
-    Given the joined ones, each launch computes its part of the exact gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-        from dagrl.workers.megatron.triton_kernels import join_attention
-
-        assert segments.prefixes is not None
-        own, own_lse, *state = _flash_forward(query, key, value, segments, True, scale)
-        seen, seen_lse, *_ = _flash_forward(query, key, value, segments.prefixes, False, scale)
-        out, lse = join_attention(own, own_lse, seen, seen_lse)
-        ctx.save_for_backward(query, key, value, out, lse, *state)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, segments = (grads[0].contiguous(), *ctx.saved_tensors), ctx.segments
-        own = _flash_backward(saved, segments, True, ctx.scale)
-        seen = _flash_backward(saved, segments.prefixes, False, ctx.scale)
-        return *(part.add_(other) for part, other in zip(own, seen, strict=True)), None, None
-
-
-def _flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool, scale: float
-) -> list[Tensor]:
-    """Returns the output, its log-sum-exp [heads, tokens] (infinite where no key is seen), and two states of dropout."""
-    inputs = query, key, value, *segments.sizes, 0.0, causal, False
-    return list(torch.ops.aten._flash_attention_forward(*inputs, scale=scale)[:4])
-
-
-def _flash_backward(saved: tuple[Tensor, ...], segments: Segments, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Returns the part of the gradients of query, key and value that comes through these segments."""
-    *tensors, first, second = saved
-    inputs = *tensors, *segments.sizes, 0.0, causal, first, second
-    gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*inputs, scale=scale)
-    return gradients
 
 
 def _seen(parts: Sequence[Tensor], heads: Sequence[int]) -> Sequence[Tensor]:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 class MegatronBackend:
     """A `Backend`."""
 
+    shares = True
     checkpoint_format: ClassVar[str] = "dagrl-megatron-4"
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -19,7 +19,6 @@ SWIGLU_BLOCK = 1024  # columns that a program of SwiGLU reads at once
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
 SUM_BLOCK = 1024  # columns that a program sums over experts
 ZERO_BLOCK = 4096  # elements that a program fills with zeros
-JOINED_ROWS = 32  # pairs of a token and a head that a program joins
 
 
 def use_layer_kernels(config: Any) -> None:
@@ -289,39 +288,3 @@ def _clear_kernel(matrices, offsets, elements, block: tl.constexpr):  # type: ig
         at = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
         zeros = tl.zeros((block,), dtype=matrices.dtype.element_ty)
         tl.store(matrices + expert.to(tl.int64) * elements + at, zeros, mask=at < elements)
-
-
-def join_attention(own: Tensor, own_lse: Tensor, seen: Tensor, seen_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins the attention [tokens, heads, d] to two sets of keys, given the log-sum-exp [heads, tokens] of each.
-
-    Where `seen_lse` is infinite, nothing was seen.
-    """
-    tokens, heads, size = own.shape
-    own, seen = own.contiguous(), seen.contiguous()
-    out, lse = torch.empty_like(own), torch.empty_like(own_lse)
-    grid = (triton.cdiv(tokens * heads, JOINED_ROWS),)
-    padded = triton.next_power_of_2(size)
-    _join_kernel[grid](own, own_lse, seen, seen_lse, out, lse, tokens, heads, size, padded, JOINED_ROWS)
-    return out, lse
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _join_kernel(  # type: ignore[no-untyped-def]
-    own, own_lse, seen, seen_lse, out, lse, tokens, heads, size: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr
-):
-    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)
-    inside = row < tokens * heads
-    place = row % heads * tokens + row // heads
-    first = tl.load(own_lse + place, mask=inside, other=0.0)
-    second = tl.load(seen_lse + place, mask=inside, other=0.0)
-    sees = (second < float("inf")) & (second > float("-inf"))
-    second = tl.where(sees, second, float("-inf"))
-    highest = tl.maximum(first, second)
-    total = highest + tl.log(tl.exp(first - highest) + tl.exp(second - highest))
-    tl.store(lse + place, total, mask=inside)
-    column = tl.arange(0, padded)[None, :]
-    entry = row[:, None] * size + column
-    mask = inside[:, None] & (column < size)
-    mine = tl.load(own + entry, mask=mask, other=0.0).to(tl.float32) * tl.exp(first - total)[:, None]
-    others = tl.load(seen + entry, mask=mask & sees[:, None], other=0.0).to(tl.float32) * tl.exp(second - total)[:, None]
-    tl.store(out + entry, (mine + others).to(out.dtype.element_ty), mask=mask)

@@ -64,6 +64,11 @@ class Segments:
         return self.query_starts, self.key_starts, self.longest_query, self.longest_key
 
     @property
+    def rounded_sizes(self) -> tuple[Tensor, Tensor, int, int]:
+        """The same with rounded numbers."""
+        return self.query_starts, self.key_starts, self.rounded_query, self.rounded_key
+
+    @property
     def longest_query(self) -> int:
         """Number of queries in the largest segment."""
         return max(self.query_lengths)
@@ -452,6 +457,18 @@ def make_segments(
     lengths = [len(indices) for indices in keys]
     query_starts, key_starts, order = upload([_starts(queries), _starts(lengths), np.concatenate(keys)], device)
     return Segments(tuple(queries), tuple(lengths), query_starts, key_starts, order)
+
+
+def with_prefix_keys(segments: Segments) -> Segments:
+    """Returns segments whose keys are those of their prefix and their own, selected by `key_order`."""
+    ends, lengths = np.cumsum(segments.key_lengths), np.array(segments.key_lengths)
+    heads = np.array(segments.heads)
+    sizes = np.stack([np.where(heads < 0, 0, lengths[heads]), lengths], 1).flatten()  # of prefix and rest, in turns
+    starts = np.stack([(ends - lengths)[heads], ends - lengths], 1).flatten()
+    order = np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    keys = sizes.reshape(-1, 2).sum(1).tolist()
+    key_starts, key_order = upload([_starts(keys), order], segments.query_starts.device)
+    return Segments(segments.query_lengths, tuple(keys), segments.query_starts, key_starts, key_order)
 
 
 def _after_prefixes(lengths: Sequence[int], heads: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -51,10 +51,10 @@ class SplitRule:
     by_row: bool = False
 
     @staticmethod
-    def of(policy: PolicyConfig, purpose: Literal["train", "logprob"]) -> SplitRule:
-        """Reads the rule for training or for log-probabilities."""
+    def of(policy: PolicyConfig, purpose: Literal["train", "logprob"], *, shares: bool = True) -> SplitRule:
+        """Reads the rule for training or for log-probabilities, of a model that `shares` prefixes or not."""
         rows = policy.train_micro_batch_size if purpose == "train" else policy.logprob_batch_size
-        tokens, shared = policy.microbatch_tokens(purpose), least_shared(policy)
+        tokens, shared = policy.microbatch_tokens(purpose), least_shared(policy) if shares else None
         return SplitRule(policy.sequence_packing.enabled, rows, tokens, shared, by_row=policy.backend == "fsdp")
 
     def shares(self, layout: ParallelLayout) -> bool:
@@ -105,7 +105,9 @@ def _packed(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank)
     """Packs sequences into one row per microbatch, all of one width on every data-parallel worker."""
     each, budget = _sequence_multiple(rule, rank.layout), _budget(rule, rank.layout)
     least = rule.least_shared if rule.shares(rank.layout) else None
-    groups = image_groups(batch) if least is None and MEDIA in batch.fields else prefix_groups(batch, least)
+    groups = prefix_groups(batch, least)
+    if MEDIA in batch.fields and not any(group.saved for group in groups):
+        groups = image_groups(batch)
     units = list(divided(groups, lengths, budget))
     sizes = [sum(piece.tokens for piece in _pieces([unit], lengths, each)) for _, unit in units]
     bins = pack(sizes, budget)
@@ -305,6 +307,9 @@ def _common_tokens(batch: Batch, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.i
         equal &= media[1:] == media[:-1]
     equal = np.pad(equal, ((0, 0), (0, 1)))
     common: npt.NDArray[np.int64] = np.minimum(np.minimum(ends[1:], ends[:-1]), np.maximum(equal.argmin(1) - 1, 0))
+    if MEDIA in batch.fields and len(common):  # no prefix ends inside of an image
+        cuts = np.maximum.accumulate(np.where(media[:-1] > 0, 0, np.arange(media.shape[1])), 1)
+        common = cuts[np.arange(len(common)), common]
     return common
 
 

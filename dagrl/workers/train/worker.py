@@ -371,7 +371,8 @@ class TrainWorker:
         from dagrl.workers.train.microbatches import split_batch, warmup_batches
         from dagrl.workers.train.row_plans import SplitRule
 
-        backend, rule = self.backend(), SplitRule.of(self.config.policy, purpose)
+        backend = self.backend()
+        rule = SplitRule.of(self.config.policy, purpose, shares=backend.shares)
         if not in_warmup():
             yield split_batch(batch, rule, backend.place, backend.routed)
             return

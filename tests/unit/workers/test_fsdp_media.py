@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
 from itertools import pairwise
@@ -24,18 +25,30 @@ from dagrl.config.file import load_config
 from dagrl.data.media import MediaCache, MediaProcessor
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
+from dagrl.run.derive import Derived, derive_from_data
 from dagrl.run.model import load_tokenizer, model_description, token_count, write_random_model
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.backend import FsdpBackend
+from dagrl.workers.fsdp.checks import check_model
 from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule, plan_rows, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
-from tests.unit.data.test_media import CONVERSATIONS, folder, read, truth, turns_of  # noqa: F401
+from tests.unit.data.test_media import CONVERSATIONS, folder, image, read, truth, turns_of  # noqa: F401
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_images.yaml"
 ORDER = ["none", "several", "one", "the same twice"]
+ASKED, *_ = CONVERSATIONS["one"]
+SAMPLES = {
+    **CONVERSATIONS,
+    "one again": [ASKED, {"role": "assistant", "content": "the hello"}],
+    "one and another": [
+        *(ASKED, {"role": "assistant", "content": "it"}),
+        *({"role": "user", "content": [image(1)]}, {"role": "assistant", "content": "hello"}),
+    ],
+}
+GROUP = ["none", "one", "one again", "one and another", "none"]
 TEXT = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -46,6 +59,7 @@ TEXT = {
 RULES = {
     "padded": SplitRule(packed=False, rows=2, tokens=0, by_row=True),
     "packed": SplitRule(packed=True, rows=0, tokens=600, by_row=True),
+    "shared": SplitRule(packed=True, rows=0, tokens=600, least_shared=0.0, by_row=True),
 }
 
 
@@ -99,16 +113,16 @@ def model_of(family: Family) -> Any:
 
 def rows_of(family: Family, where: Path, names: Sequence[str]) -> list[Demonstration]:
     processor = MediaProcessor(processor_of(family))
-    examples = read(where, [{"messages": CONVERSATIONS[name]} for name in names])
+    examples = read(where, [{"messages": SAMPLES[name]} for name in names])
     return encode_demonstrations(examples, processor.tokenizer, "all", processor)
 
 
 def expected(family: Family, name: str) -> tuple[Tensor, int]:
     """Returns the sum of a conversation's losses by the model's own forward pass, and the number of its learned tokens."""
     processor = processor_of(family)
-    turns = [turns_of(family, CONVERSATIONS[name])]
+    turns = [turns_of(family, SAMPLES[name])]
     inputs = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
-    mask = torch.tensor(truth(family, CONVERSATIONS[name])["assistant_masks"])
+    mask = torch.tensor(truth(family, SAMPLES[name])["assistant_masks"])
     logits = model_of(family)(**inputs).logits[0, :-1].log_softmax(-1)
     losses = -logits.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
     return (losses * mask[1:]).sum(), int(mask.sum())
@@ -137,10 +151,13 @@ def attention_by_sequence(
     return (torch.cat([*parts, torch.zeros_like(q[int(starts[-1]) :])]),)
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("family", "attention"),
-    [*((family, "sdpa") for family in FAMILIES[:3]), (FAMILIES[0], TORCH_VARLEN)],
+    ("family", "attention", "rule"),
+    [
+        *((family, "sdpa", rule) for family in FAMILIES[:3] for rule in ("padded", "packed")),
+        *((FAMILIES[0], TORCH_VARLEN, rule) for rule in ("padded", "packed")),
+        *((family, "sdpa", "shared") for family in (FAMILIES[0], FAMILIES[2])),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_losses_and_gradients_are_those_of_a_plain_loop(
@@ -150,13 +167,17 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `torch_varlen`, which is the default on GPUs, the tower sees whole images, and only the text has sequences."""
+    """With `torch_varlen`, which is the default on GPUs, the tower sees whole images, and only the text has sequences.
+
+    The samples of a prompt share it, with its image, and one of them has an image of its own.
+    """
     from dagrl.workers.fsdp.media import MediaInputs
     from dagrl.workers.fsdp.model import HiddenStates
     from dagrl.workers.fsdp.output import base_of
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attention_by_sequence)
-    model, rows = deepcopy(model_of(family)), rows_of(family, folder, ORDER)
+    names = GROUP if rule == "shared" else ORDER
+    model, rows = deepcopy(model_of(family)), rows_of(family, folder, names)
     model.set_attn_implementation(attention)
     media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
     root = HiddenStates(model)
@@ -165,7 +186,9 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
     batch = collate(rows, media=True)
     model.zero_grad()
     loss = torch.zeros(())
-    for item in split_batch(batch, RULES[rule], rank).items:
+    cut = split_batch(batch, RULES[rule], rank)
+    assert (sum(cut.saved) > 0.3 * batch["lengths"].sum()) == (rule == "shared")
+    for item in cut.items:
         hidden = root(item.tokens, item.positions, item.segments, None, item.media)
         logprobs = model.get_output_embeddings()(hidden).log_softmax(-1)
         loss = loss - (logprobs.gather(-1, item.labels[..., None])[..., 0] * item.data["loss_mask"]).sum()
@@ -173,7 +196,7 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
     gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     plain = model_of(family)
     plain.zero_grad()
-    sums = [expected(family, name) for name in ORDER]
+    sums = [expected(family, name) for name in names]
     whole = torch.stack([one for one, _ in sums]).sum()
     whole.backward()
     count = sum(number for _, number in sums)
@@ -437,6 +460,21 @@ def test_rows_with_other_images_share_no_prefix(folder: Path) -> None:  # noqa: 
     assert (batch["tokens"][1] == batch["tokens"][2]).all()
     groups = prefix_groups(batch, 0.0)
     assert [group.rows for group in groups if group.saved] == [(0, 1)]
+
+
+@pytest.mark.parametrize(("family", "reason"), [(FAMILIES[0], ""), (FAMILIES[1], "images whose tokens see each other")])
+def test_images_whose_tokens_see_each_other_are_in_no_shared_prefix(family: Family, reason: str) -> None:
+    hf_config, key = model_of(family).config.to_dict(), "policy.sequence_packing.shared_prefix"
+    policy = {"backend": "fsdp", "sequence_packing": {"enabled": True}}
+    config = Config.model_validate(
+        {"name": "run", "algorithm": "sft", "data": {"images": {"enabled": True}}, "policy": policy}
+    )
+    derived = Derived(config)
+    derive_from_data(derived, [], [], hf_config, 0)
+    assert reason in derived.reasons.get(key, "")
+    assert derived.config.policy.sequence_packing.shared_prefix == ("auto" if not reason else False)
+    with pytest.raises(ConfigError, match=f"shared_prefix is true, but the model has {reason}") if reason else nullcontext():
+        check_model(config.with_keys({key: True}), hf_config)
 
 
 def test_texts_alone_are_packed_by_a_model_with_positions_in_several_dimensions() -> None:
