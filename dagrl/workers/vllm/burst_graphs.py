@@ -34,7 +34,7 @@ FEWEST_FILTERED = 8
 
 
 class LaterSteps:
-    """Tokens, log-probabilities and ranks of the later steps of a burst, on their way to the host."""
+    """Tokens and log-probabilities of the later steps of a burst, on their way to the host."""
 
     def __init__(self, found: tuple[Tensor, ...], runner: Any) -> None:
         """`found` are [steps, rows] each."""
@@ -49,7 +49,7 @@ class LaterSteps:
             self._copied.record(stream)
 
     def arrays(self) -> list[np.ndarray[Any, Any]]:
-        """Waits for the copy, and returns the three [steps, rows]."""
+        """Waits for the copy, and returns both [steps, rows]."""
         self._copied.synchronize()
         return self._host
 
@@ -76,7 +76,6 @@ class BurstGraphs:
         self._found = (
             torch.zeros(most, rows, dtype=torch.int64, device=device),
             torch.zeros(most, rows, dtype=torch.float32, device=device),
-            torch.zeros(most, rows, dtype=torch.int64, device=device),
         )
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._slots = torch.zeros(rows, dtype=torch.int32, device=device)  # of each row's request
@@ -248,7 +247,7 @@ class BurstGraphs:
             output, sampled, rejected = runner.sample(runner.cudagraph_manager.hidden_states[:count], batch, None)
             tokens, scores = output.sampled_token_ids, output.logprobs_tensors
             runner.postprocess_sampled(batch.idx_mapping, tokens, sampled, rejected, batch.query_start_loc)
-        for kept, values in zip(self._found, (tokens, scores.logprobs, scores.selected_token_ranks), strict=True):
+        for kept, values in zip(self._found, (tokens, scores.logprobs), strict=True):
             kept[:, :count].index_copy_(0, self._step, values.view(1, count))
         self._step += 1
         self._before(batch)

@@ -203,7 +203,7 @@ def _joined(outputs: Sequence[ModelRunnerOutput | None], replayed: LaterSteps | 
         tokens = np.concatenate((tokens, later[0]))
         ids += list(later[0][..., None])
         logprobs += list(later[1][..., None])
-        ranks += list(later[2])
+        ranks += list(later[0])  # which nothing reads
     scores = first.logprobs
     if scores is not None:
         scores = scores._replace(
