@@ -492,13 +492,13 @@ class Replayed:
 
 
 def test_replayed_steps_join_like_others() -> None:
-    tokens, ranks = np.arange(12).reshape(4, 3) * 7, np.arange(12).reshape(4, 3) + 1
+    tokens = np.arange(12).reshape(4, 3) * 7  # and their own ranks, which nothing reads
     logprobs = (-np.arange(12) / 8).astype(np.float32).reshape(4, 3)
     steps: list[Any] = [
-        Output(["a", "b", "c"], row[:, None].tolist(), Logprobs(row[:, None], logprobs[step][:, None], ranks[step]))
+        Output(["a", "b", "c"], row[:, None].tolist(), Logprobs(row[:, None], logprobs[step][:, None], row))
         for step, row in enumerate(tokens)
     ]
-    found: Any = _joined(steps[:1], Replayed(tokens[1:], logprobs[1:], ranks[1:]))  # type: ignore[arg-type]
+    found: Any = _joined(steps[:1], Replayed(tokens[1:], logprobs[1:]))  # type: ignore[arg-type]
     expected: Any = _joined(steps, None)
     assert found.sampled_token_ids == expected.sampled_token_ids == tokens.T.tolist()
     assert found.logprobs.cu_num_generated_tokens == [0, 4, 8, 12] == expected.logprobs.cu_num_generated_tokens
