@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from dagrl.errors import ConfigError, MissingDependencyError, UserError
@@ -28,6 +31,61 @@ EXTRAS = {
     "cupy": ("cu13", "cu12"),
 }
 """Top-level module of an optional package -> the extras of dagrl that install it, the usual one first."""
+
+UNUSED = ("sklearn", "scipy", "pandas")
+"""Packages that transformers and vLLM import where they are installed, for decoding, losses and sound that dagrl does
+without: a tenth of all imports."""
+
+
+def keep_bytecode() -> None:
+    """Has this process and its children keep the bytecode of what they import in the user's cache, if torch has none and the
+    import would write none.
+
+    uv installs none, and `PYTHONDONTWRITEBYTECODE`, as in many images, or a read-only environment keeps Python from writing
+    it. Then every start would compile torch and vLLM, which doubles the time of their imports.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.has_location or sys.pycache_prefix is not None:
+        return
+    compiled = Path(importlib.util.cache_from_source(str(spec.origin)))
+    if compiled.exists() or (os.access(compiled.parents[1], os.W_OK) and not sys.dont_write_bytecode):
+        return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache / "dagrl" / "bytecode")
+
+
+@contextmanager
+def brief_imports(*unused: str) -> Iterator[None]:
+    """Lets nothing import the packages `unused` in the block, and does not look for each file of every installed package.
+
+    transformers' import asks for the distributions of all packages: without `top_level.txt` that takes a second.
+    """
+    absent = [package for package in unused if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    with_files, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _distributions
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = with_files
+        for package in absent:
+            del sys.modules[package]
+
+
+def _distributions() -> Mapping[str, list[str]]:
+    """Returns what `importlib.metadata.packages_distributions` does, but also counts files that have been removed."""
+    names = defaultdict[str, list[str]](list)
+    for distribution in importlib.metadata.distributions():
+        tops = (distribution.read_text("top_level.txt") or "").split()
+        if not tops:
+            files = distribution.read_text("RECORD") or distribution.read_text("SOURCES.txt") or ""
+            parts = (line.partition(",")[0].partition("/") for line in files.splitlines())
+            tops = list({head if slash else inspect.getmodulename(head) or head for head, slash, _ in parts})
+        for name in tops:
+            if "." not in name:
+                names[name].append(distribution.metadata["Name"])
+    return names
 
 
 def load_attribute(path: str, key: str) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ _QUERY = "uuid,name,memory.total,driver_version,compute_cap"
 def cpu_count() -> int:
     """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_seconds() -> float:
+    """Returns the seconds since this process started."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # from the third on: proc_pid_stat(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def gpu_count() -> int:

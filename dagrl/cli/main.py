@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
 from dagrl.files import require_writable
-from dagrl.imports import require_package
+from dagrl.imports import keep_bytecode, require_package
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     gc.set_threshold(COLLECT_EVERY)
+    keep_bytecode()
     try:
         return _main(None)
     except KeyboardInterrupt:  # while a message was written

@@ -36,6 +36,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from dagrl.errors import DeadlineError, RunError
+from dagrl.imports import UNUSED, brief_imports
 from dagrl.machine import gpu_count
 from dagrl.run.worker_setup import FORK, STARTED, same_user
 from dagrl.runtime.garbage import gc_paused
@@ -60,10 +61,6 @@ NVML, which stays after NVML is shut down."""
 
 COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
 """What all kinds import."""
-
-UNUSED = ("sklearn", "scipy")
-"""Packages that transformers imports where they are installed, for decoding and losses that dagrl does without: that takes
-a tenth of all imports."""
 
 MOST_KINDS = 250
 """Files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253."""
@@ -270,7 +267,7 @@ def _serve() -> None:
     """Runs the server until no run has used it for a while. Returns in a worker, at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     _end_with_parent(signal.SIGKILL)  # also while it imports
-    with gc_paused(), hidden(*UNUSED):
+    with gc_paused(), brief_imports(*UNUSED):
         for module in sys.argv[1:]:
             with gpus_unasked():
                 importlib.import_module(module)
@@ -354,7 +351,11 @@ def _load(kind: bytes) -> _Imports:
     """Imports the libraries of a kind."""
     before, variables = dict(os.environ), dict[str, str]()
     try:
-        with gc_paused(), gpus_unasked(), hidden("ray"):  # when imported it reads settings, which a worker has of its own
+        with (
+            gc_paused(),
+            gpus_unasked(),
+            brief_imports("ray"),
+        ):  # when imported it reads settings, which a worker has of its own
             load, items = pickle.loads(kind)  # noqa: S301
             variables = dict(items)
             os.environ.update(variables)
@@ -374,18 +375,6 @@ def _why_not_to_fork() -> str:
     tasks = (Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task") if int(task) != os.getpid())
     threads = [name for task in tasks if not (name := task.read_text().strip()).startswith(HARMLESS)]
     return f"the imports started the threads {', '.join(threads)}" if threads else ""
-
-
-@contextmanager
-def hidden(*packages: str) -> Iterator[None]:
-    """Lets nothing import these packages in the block."""
-    absent = [package for package in packages if package not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for package in absent:
-            del sys.modules[package]
 
 
 @contextmanager

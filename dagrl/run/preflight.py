@@ -40,7 +40,7 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
-from dagrl.imports import load_callable, load_class, require_package, running
+from dagrl.imports import brief_imports, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
@@ -260,7 +260,7 @@ def _open_text(derived: Derived, early: Early | None = None) -> tuple[PreTrained
     derived.config, origins = with_local_models(derived.config)
     derived.reasons |= origins
     loaded = _apart(early, load_tokenizer, derived.config.policy)
-    with gc_paused():
+    with gc_paused(), brief_imports():
         from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
     tokenizer = loaded()
     derive_chat(derived, tokenizer.chat_template is not None)

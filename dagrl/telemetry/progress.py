@@ -31,6 +31,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dagrl.config import LoggerConfig
+from dagrl.machine import process_seconds
 from dagrl.telemetry.metrics import ACCURACY, KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Progress:
         self._handler: logging.Handler = logging.NullHandler()
         self._levels: dict[str, int] = {}
         self._current: Stage | None = None
+        self._launch = 0.0  # seconds from the start of this process to the end of the first step
         self._rows: dict[str, float] = {}  # seconds of stages without steps
         self._opened = time.monotonic()
 
@@ -105,6 +107,8 @@ class Progress:
         if current is None or current.total is None or current.name != stage:
             # Without a report of step 0 the first step's time is unknown and not part of the estimate.
             current = self._begin(Stage(stage, total, first=step))
+        if step and metrics and self._launch == 0.0:
+            self._launch = process_seconds()
         current.step = step
         current.validation |= {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
         left = seconds_left(time.monotonic() - current.started, step - current.first, total - step)
@@ -126,7 +130,7 @@ class Progress:
         self._finish()
         self._bars.stop()
         seconds = {**phase_seconds, **self._rows}
-        tables = (_time_table(seconds, time.monotonic() - self._opened), _path_table(paths))
+        tables = (_time_table(seconds, time.monotonic() - self._opened, self._launch), _path_table(paths))
         if self._terminal:
             self._console.print(*tables, sep="\n")
             return
@@ -222,7 +226,7 @@ def _seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def _time_table(phase_seconds: Mapping[str, float], wall: float) -> Table:
+def _time_table(phase_seconds: Mapping[str, float], wall: float, launch: float) -> Table:
     """Returns a table of phases by cost, the time outside of phases, and the total."""
     numbers = [Column(heading, justify="right") for heading in ("seconds", "share")]
     table = Table("phase", *numbers, "", title="Where the time went", title_justify="left", title_style="bold")
@@ -234,6 +238,8 @@ def _time_table(phase_seconds: Mapping[str, float], wall: float) -> Table:
         table.add_row(name, f"{seconds:.1f}", f"{share:.0%}", ProgressBar(1.0, min(share, 1.0), width=24))
     table.add_section()
     table.add_row("whole run", f"{wall:.1f}", "", "")
+    if launch:
+        table.add_row("launch to first step", f"{launch:.1f}", "", "")
     return table
 
 

@@ -189,26 +189,31 @@ def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
     """Lets engines that start in this block compile only the sampling kernels that `parameters` need, none for grammars.
 
     vLLM's second model runner would compile those of every sampling feature, one after the other. A request that needs
-    another kernel has it compiled then. No effect on CPUs, and in releases without this warm-up.
+    another kernel has it compiled then. Nor are Inductor's patterns made before something is compiled.
+    No effect on CPUs, and in releases without this warm-up.
     """
     from vllm import SamplingParams
+    from vllm.compilation import compiler_interface
     from vllm.v1.worker import gpu_worker
 
-    every_feature, warm_up = vars(SamplingParams).get("for_sampler_warmup"), getattr(gpu_worker, "warmup_kernels", None)
-    if every_feature is None or warm_up is None:
-        yield
-        return
+    warm_up: Any = getattr(gpu_worker, "warmup_kernels", None)
 
     def without_grammar(model_runner: Any, execute_model: Callable[..., Any], sample_tokens: Callable[..., Any]) -> None:
         warm_up(model_runner, execute_model, lambda grammar: sample_tokens(None))
 
-    SamplingParams.for_sampler_warmup = staticmethod(lambda: parameters)
-    gpu_worker.warmup_kernels = without_grammar
+    ours = (
+        (SamplingParams, "for_sampler_warmup", staticmethod(lambda: parameters)),
+        (gpu_worker, "warmup_kernels", without_grammar),
+        (compiler_interface, "trigger_inductor_lazy_init", lambda device=None: None),
+    )
+    changed = [(owner, name, function, vars(owner)[name]) for owner, name, function in ours if name in vars(owner)]
+    for owner, name, function, _ in changed:
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        SamplingParams.for_sampler_warmup = every_feature
-        gpu_worker.warmup_kernels = warm_up
+        for owner, name, _, theirs in changed:
+            setattr(owner, name, theirs)
 
 
 @functools.cache

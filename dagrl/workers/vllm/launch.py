@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlparse
 from dagrl.config import Config
 from dagrl.config.plan import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
+from dagrl.imports import UNUSED, brief_imports
 from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.process_groups import break_groups, reset_group_names
@@ -201,7 +202,7 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
     without vLLM.
     """
     try:
-        with gc_paused():
+        with gc_paused(), brief_imports(*UNUSED):
             import vllm.v1.engine.llm_engine
             from torch._inductor import config
 

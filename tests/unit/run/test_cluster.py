@@ -26,7 +26,7 @@ from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError, StopRequestedError
 from dagrl.run import worker_setup
 from dagrl.run.cluster import AUTH_MODE, check_ray_directory, ray_cluster
-from dagrl.run.fork_server import gpus_unasked, hidden
+from dagrl.run.fork_server import gpus_unasked
 from dagrl.run.local_cluster import cluster_processes, lean_node, nodes_live
 from dagrl.run.stop import ignoring_signals, keep_handlers, stop_on_signals
 
@@ -270,11 +270,3 @@ def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) 
     with gpus_unasked():
         assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     assert torch.cuda.is_available is torch.cuda.device_count is opens_nvml
-
-
-def test_what_is_hidden_cannot_be_imported_meanwhile() -> None:
-    with hidden("antigravity", "sys"):
-        assert importlib.util.find_spec("antigravity") is None
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("antigravity")
-    assert importlib.util.find_spec("antigravity") is not None and sys.modules["sys"] is sys
