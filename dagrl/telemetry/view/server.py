@@ -82,11 +82,11 @@ def _small(content: bytes) -> bytes:
         return content
     file = io.BytesIO()
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         with Image.open(io.BytesIO(content)) as image:
             image.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-            image.convert("RGB").save(file, "JPEG")
+            ImageOps.exif_transpose(image).convert("RGB").save(file, "JPEG")
     except Exception:  # Pillow raises anything for broken files
         return content
     return file.getvalue()

@@ -104,13 +104,15 @@ def test_an_exported_page_has_the_images_of_its_samples(tmp_path: Path) -> None:
     (run / "media").mkdir()
     (run / "media" / names[0]).write_bytes(b"\x89PNG")
     noise = np.random.default_rng(0).integers(0, 255, (600, 1200, 3), np.uint8)
-    Image.fromarray(noise).save(run / "media" / names[1], "PNG")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a camera held upright
+    Image.fromarray(noise).save(run / "media" / names[1], "PNG", exif=turned)
     (line,) = re.findall(r"^const EXPORTED = (.*);$", exported_page([RunView(run)], 8), re.MULTILINE)
     (exported,) = json.loads(line)["runs"]
     files = {name: base64.b64decode(url.partition(",")[2]) for name, url in exported["media"].items()}
     assert [*files] == names[:2] and files[names[0]] == b"\x89PNG", "the file of the third is lost"
     with Image.open(io.BytesIO(files[names[1]])) as image:
-        assert image.size == (512, 256)
+        assert image.size == (256, 512)
         assert abs(np.asarray(image).mean() - noise.mean()) < 2
 
 
