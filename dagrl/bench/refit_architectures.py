@@ -32,6 +32,7 @@ from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, expand, plan_refit
 from dagrl.refit.recording import Recorded, Recording, check_complete, named_tensors, record
+from dagrl.refit.sources import transposed_back
 from dagrl.runtime.worker_group import free_address
 from dagrl.workers.vllm.described import as_rank, build, do_without_kernels
 from dagrl.workers.vllm.launch import import_vllm
@@ -88,7 +89,8 @@ def _refit_all(name: str, root: Path) -> None:
     """Writes `rows.json` in `root`, with a row for each source and engine as soon as it is done."""
     first, second = root / "first", root / "second"
     for seed, directory in enumerate((first, second)):
-        tiny_model(name, seed).save_pretrained(directory)  # type: ignore[operator]
+        with transposed_back():
+            tiny_model(name, seed).save_pretrained(directory)  # type: ignore[operator]
     sources = [source for source in SOURCES if source != "megatron" or megatron_trains(second)]
     parts = {source: _tried(SOURCES[source], name, second) for source in sources}  # before vLLM makes its process groups
     import_vllm({"architectures": [name]})

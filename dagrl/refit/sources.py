@@ -115,7 +115,7 @@ def _transformers_conversion(module: torch.nn.Module) -> ToHf:
     from transformers.core_model_loading import revert_weight_conversion
 
     def to_hf(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        with _names_of_wrapped(module):
+        with _names_of_wrapped(module), transposed_back():
             checkpoint: dict[str, Tensor] = revert_weight_conversion(module, state)
         return checkpoint
 
@@ -136,6 +136,22 @@ def _names_of_wrapped(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for kind, (name, place) in names.items():
             kind.__name__, kind.__module__ = name, place
+
+
+@contextmanager
+def transposed_back() -> Iterator[None]:
+    """Gives experts that transformers transposes while reading a published checkpoint (Qwen3-VL-MoE) its order again.
+
+    Transformers 5.19 itself saves them as it has them, which vLLM does not read.
+    """
+    from transformers.core_model_loading import Transpose
+
+    own = Transpose.reverse_op
+    Transpose.reverse_op = property(lambda step: Transpose(step.dim1, step.dim0))
+    try:
+        yield
+    finally:
+        Transpose.reverse_op = own
 
 
 def _converted(state: Mapping[str, Tensor], to_hf: ToHf) -> Iterator[tuple[WeightSlice, Arranged | None]]:

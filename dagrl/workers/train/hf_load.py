@@ -48,20 +48,23 @@ def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:
 def check_shared(directory: str | Path, shapes: ParameterShapes) -> None:
     """Raises CheckpointError for parameters of the files that are in `shapes` too, with another shape.
 
-    Others are not compared: transformers also reads parameters under other names than those that it writes.
+    Others are not compared: transformers also reads parameters under other names than those that it writes, and experts
+    whose matrices are transposed.
     """
     by_file: dict[Path, list[str]] = {}
     for name, path in _files(Path(directory)).items():
         if name in shapes:
             by_file.setdefault(path, []).append(name)
-    _check_shapes(by_file, shapes)
+    _check_shapes(by_file, shapes, transposed=True)
 
 
-def _check_shapes(by_file: Mapping[Path, Sequence[str]], shapes: ParameterShapes) -> None:
+def _check_shapes(by_file: Mapping[Path, Sequence[str]], shapes: ParameterShapes, *, transposed: bool = False) -> None:
     for path, names in by_file.items():
         with opened(path) as file:
             for name in names:
-                _check_stored(path, name, file.get_slice(name), shapes[name])
+                part, expected = file.get_slice(name), shapes[name]
+                turned = transposed and len(expected) == 3 and list(part.get_shape()) == [expected[0], *expected[:0:-1]]
+                _check_stored(path, name, part, part.get_shape() if turned else expected)
 
 
 def load_hf(

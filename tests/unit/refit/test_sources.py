@@ -79,6 +79,34 @@ def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_pa
     check_held(model, saved)
 
 
+def test_experts_that_transformers_transposes_are_described_as_published(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE, of which vLLM reads the published order alone, and transformers both."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from dagrl.workers.train.hf_load import check_shared
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    text = {**sizes, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    ropes = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4}
+    vision = {**sizes, "depth": 1, "num_heads": 2, "out_hidden_size": 16, "deepstack_visual_indexes": [0]}
+    text |= {"num_key_value_heads": 2, "num_experts_per_tok": 1, "rope_parameters": ropes, "pad_token_id": None}
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision, tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    own = [name for name in saved if ".experts." in name]
+    published = saved | {name: saved[name].transpose(1, 2).contiguous() for name in own}
+    for name, held in check_held(model, published).items():
+        assert (held == 1).all(), name
+    for tensors in (saved, published):
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        check_shared(tmp_path, {name: tuple(tensor.shape) for name, tensor in published.items()})
+        read = dict(AutoModelForImageTextToText.from_pretrained(tmp_path).named_parameters())
+        assert all(torch.equal(read[name], parameter) for name, parameter in model.named_parameters())
+    assert len(own) == 2 and published[own[0]].shape != saved[own[0]].shape
+
+
 class Float8Tensor(Tensor):
     """A test double of Transformer Engine's FP8 tensor, in which only the class matters."""
 
