@@ -32,7 +32,7 @@ from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup, check_groups, reward_texts, reward_values, scored_group, with_turn_rewards
 from dagrl.rl.rollout.turns import Turns, open_turns
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.fleet import single_group
+from dagrl.run.fleet import Fleet
 from dagrl.run.plans import generate_plan, with_media
 from dagrl.run.preflight import Inputs, preflight
 from dagrl.run.replays import Replays
@@ -113,7 +113,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
             MediaStore(RunPaths.of(config).media, config.data.images).add(inputs.media)
         reward = stack.enter_context(RewardRunner(marks))
         turns = stack.enter_context(open_turns(config, inputs.tokenizer, inputs.processor))
-        group = stack.enter_context(single_group(config, "generation"))
+        group = stack.enter_context(stack.enter_context(Fleet()).single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         (plan,) = with_media(config, [generate_plan(config)])
         replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), RunPlan.of(config).devices)

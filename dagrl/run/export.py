@@ -1,8 +1,9 @@
-"""Exports a checkpoint of a run (Megatron's distributed format) as a Hugging Face directory.
+"""Exports a checkpoint of a run as a Hugging Face directory.
 
     export(Path("runs/a/checkpoints/step_00000100"), Path("model"), [])
 
-Only train workers start: one, unless overrides say otherwise, as checkpoints are readable at any layout.
+Only train workers start: one, unless overrides say otherwise, as checkpoints are readable at any layout. It gets a GPU if
+this machine shows one; nothing is computed with the model.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from dagrl.files import require_writable
 from dagrl.imports import load_class
 from dagrl.run.checkpoint_store import load_checkpoint_directory
 from dagrl.run.checkpoints import load_role
-from dagrl.run.fleet import single_group
+from dagrl.run.cluster import gpus_per_worker
+from dagrl.run.fleet import Fleet
 from dagrl.run.model import load_tokenizer, save_tokenizer
 from dagrl.run.start import with_absolute_paths
+from dagrl.run.stop import stop_on_signals
 from dagrl.run.worker_protocols import HuggingFaceExporter
 from dagrl.runtime.worker import check_worker_class
+from dagrl.telemetry.progress import Progress
 
 SIZES = (
     "data_parallel",
@@ -40,8 +44,10 @@ ONE_WORKER = (
     "policy.megatron_cfg.sequence_parallel=false",
     "policy.megatron_cfg.cuda_graphs=false",
     *(f"policy.fsdp_cfg.{name}=1" for name in FsdpLayoutConfig.model_fields),
-    "cluster.address=null",
+    *(f"cluster.{name}=null" for name in ("address", "num_gpus", "gpus_per_worker")),
 )
+UNUSED = ("policy.fsdp_cfg.torch_compile=false", "policy.sequence_packing={enabled: false}")
+"""Without them a worker compiles layers to try packed rows, which takes most of a minute on a CPU."""
 
 
 def export(source: Path, target: Path, overrides: Sequence[str]) -> None:
@@ -59,11 +65,22 @@ def export(source: Path, target: Path, overrides: Sequence[str]) -> None:
             "runs/my_run/checkpoints/step_00000100"
         )
     checkpoint = load_checkpoint_directory(source.absolute())
-    config = load_config(saved, [*ONE_WORKER, *overrides])
-    check_worker_class(load_class(config.policy.worker, "policy.worker"), (HuggingFaceExporter,), (), "policy.worker")
+    config = load_config(saved, [*ONE_WORKER, *UNUSED, *overrides])
+    worker = load_class(config.policy.worker, "policy.worker")
+    check_worker_class(worker, (HuggingFaceExporter,), (), "policy.worker")
     model = saved.with_name("init_model") if config.policy.random_init is not None else Path(str(config.policy.model_name))
-    tokenizer = load_tokenizer(config.policy)
-    with single_group(with_absolute_paths(config, model), TRAIN) as group:
-        load_role(group, TRAIN, checkpoint.directory, config.timeouts.checkpoint)
-        group.call("export_hf", str(target.absolute()), deadline=config.timeouts.checkpoint)
-    save_tokenizer(config.policy, tokenizer, target)
+    config = with_absolute_paths(config, model)
+    with Progress(config.logger) as progress, stop_on_signals(saves=False) as stop, stop.at_once(), Fleet() as fleet:
+        progress.stage("Starting Ray, and importing what a train worker needs")
+        fleet.begin_imports(config, {TRAIN: worker})
+        fleet.begin_cluster(config)
+        tokenizer = fleet.apart(load_tokenizer, config.policy)()
+        fleet.join(config)
+        stop.listen()
+        progress.stage(f"Starting a train worker on {'a GPU' if gpus_per_worker(config.cluster) else 'the CPU'}")
+        with fleet.single_group(config, TRAIN) as group:
+            progress.stage(f"Loading {source}")
+            load_role(group, TRAIN, checkpoint.directory, config.timeouts.checkpoint)
+            progress.stage(f"Writing {target}")
+            group.call("export_hf", str(target.absolute()), deadline=config.timeouts.checkpoint)
+        save_tokenizer(config.policy, tokenizer, target)

@@ -35,7 +35,7 @@ from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment, forks_here
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
-from dagrl.run.preflight import Inputs, worker_classes
+from dagrl.run.preflight import Inputs, check_room, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
 from dagrl.runtime.actors import GpuBundles, Resources
@@ -148,6 +148,20 @@ class Fleet:
             if self._forks is not None and (reasons := self._forks.refusals()):
                 logger.info("not all workers could be forked: %s", reasons)
         return self._groups
+
+    @contextmanager
+    def single_group(self, config: Config, role: str) -> Iterator[WorkerGroup]:
+        """Opens the workers of `role` alone, each on GPUs of its own, for `dagrl evaluate` and `dagrl export`."""
+        layout = RunPlan.of(config).layouts[role]
+        check_room(config, layout.world_size, f"{layout.world_size} {role} ({layout.describe()})")
+        self.join(config)
+        executable = None if self._forks is None else self._forks.executable(role)
+        resources = Resources(num_gpus=gpus_per_worker(config.cluster))
+        group = _create_group(config, RunPlan.of(config), role, resources, py_executable=executable)
+        try:
+            yield group
+        finally:
+            shutdown_groups([group], config.timeouts.teardown_s / 2)
 
     def settle(self) -> None:
         """Notes that the groups work."""
@@ -264,17 +278,6 @@ def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources
         collective_timeout_s=config.timeouts.collective_s,
         **options,
     )
-
-
-@contextmanager
-def single_group(config: Config, role: str) -> Iterator[WorkerGroup]:
-    """Opens Ray and the workers of `role` alone, each on GPUs of its own, for `dagrl evaluate` and `dagrl export`."""
-    with ExitStack() as stack:
-        stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
-        groups: list[WorkerGroup] = []
-        stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
-        groups.append(_create_group(config, RunPlan.of(config), role, Resources(num_gpus=gpus_per_worker(config.cluster))))
-        yield groups[0]
 
 
 def start_groups(

@@ -41,7 +41,7 @@ from dagrl.data.tokenization import (
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import brief_imports, load_callable, load_class, require_package, running
-from dagrl.machine import cpu_count
+from dagrl.machine import VISIBLE, cpu_count
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
@@ -385,26 +385,30 @@ def check_machine(config: Config, plan: RunPlan) -> None:
     everyone = sum(layout.world_size for layout in groups.values())
     workers = plan.devices if gpus_per_worker(config.cluster) else everyone
     sizes = " + ".join(f"{layout.world_size} {role} ({layout.describe()})" for role, layout in groups.items())
-    most, reason = _most_workers(config)
-    if most is not None and workers > most:
-        raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
+    check_room(config, workers, sizes)
     if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not gpus_here(config.cluster):
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
     if config.cluster.address is None:
         check_ray_directory()
 
 
-def _most_workers(config: Config) -> tuple[int | None, str]:
+def check_room(config: Config, workers: int, sizes: str) -> None:
+    """Raises LayoutError if this machine does not hold so many workers, of groups of these `sizes`: Ray would wait."""
     cluster = config.cluster
     if cluster.address is not None:
-        return None, ""
-    gpus = gpus_here(cluster)
-    share = 1.0 if cluster.gpus_per_worker is None else cluster.gpus_per_worker
-    if gpus and share:
-        return int(gpus / share), f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
-    cores = cluster.num_cpus or cpu_count()
-    most = cores * WORKERS_PER_CORE
-    return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core; cluster.num_cpus sets the cores)"
+        return
+    gpus, share, advice = gpus_here(cluster), gpus_per_worker(cluster), "choose smaller layouts"
+    if share:
+        most = int(gpus / share)
+        reason = f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
+        if not gpus:
+            advice = f"look at {VISIBLE}, or set cluster.gpus_per_worker=0 to do without GPUs"
+    else:
+        cores = cluster.num_cpus or cpu_count()
+        most = cores * WORKERS_PER_CORE
+        reason = f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core; cluster.num_cpus sets the cores)"
+    if workers > most:
+        raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; {advice}")
 
 
 def check_model(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:

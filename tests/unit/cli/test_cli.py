@@ -20,7 +20,8 @@ import yaml
 from dagrl.cli.main import BENCHES, main
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_config
-from dagrl.errors import ChannelError, ConfigError
+from dagrl.errors import ChannelError, ConfigError, RunError
+from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import derive_from_machine
 from dagrl.run.model import character_tokenizer, write_random_model
 
@@ -254,3 +255,19 @@ def test_a_worker_that_cannot_export_is_an_error(
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert main(["export", str(tmp_path / "checkpoints/step_00000001"), "-o", str(tmp_path / "model")]) == 2
     assert "it has no method export_hf; expected export_hf(directory: str)" in capsys.readouterr().err
+
+
+def test_an_export_computes_nothing_and_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run whose saved configuration says what eight GPUs make of it."""
+    started = MagicMock(side_effect=RunError("far enough"))
+    monkeypatch.setattr("dagrl.run.export.load_checkpoint_directory", MagicMock())
+    monkeypatch.setattr("dagrl.run.fleet.Fleet.begin_imports", started)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    derived = ["policy.sequence_packing.enabled=true", "policy.fsdp_cfg.torch_compile=true"]
+    config = load_config(ROOT / EXAMPLE, ["cluster.num_gpus=8", "cluster.gpus_per_worker=1", *derived])
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert main(["export", str(tmp_path / "checkpoints/step_00000001"), "-o", str(tmp_path / "model")]) != 0
+    config = started.call_args.args[0]
+    assert gpus_per_worker(config.cluster) == 0
+    assert not config.policy.sequence_packing.enabled
+    assert not config.policy.fsdp_cfg.torch_compile

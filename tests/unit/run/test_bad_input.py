@@ -263,6 +263,8 @@ policy.generation.vllm_kwargs={enforce_eager: true} -> vllm_kwargs sets enforce_
 policy.generation.vllm_kwargs={speculative_config: {method: ngram}} -> vllm_kwargs sets speculative_config
 cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
     cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
+cluster.gpus_per_worker=1; cluster.num_gpus=0 ->
+    this machine has 0 GPUs and a worker takes 1 ... or set cluster.gpus_per_worker=0
 MEGATRON.cuda_graphs=true; cluster.num_gpus=0 ->
     MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
 output_dir=/proc/x -> output_dir /proc/x: cannot write in /proc
