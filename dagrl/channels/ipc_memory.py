@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from dagrl.channels.spec import ChannelSpec
 
 
+BORROWED, ASKED = 4, 5
+"""Columns of the channel's table, in the row of lender and borrower: what is lent is mapped; the lender wants it back."""
+
+_LISTEN_S = 5e-3
+
+
 def create_segment(nbytes: int, device: torch.device) -> Segment:
     """Allocates memory that other processes can attach."""
     return DeviceSegment(nbytes, device) if device.type == "cuda" else HostSegment(nbytes)
@@ -153,11 +159,6 @@ def cuda_runtime() -> Any:
             f"an ipc channel between GPU tensors needs cupy ({error}); install dagrl[cu13] or dagrl[cu12]"
         ) from error
     return runtime
-
-
-BORROWED, ASKED = 4, 5
-"""Columns of the channel's table, in the row of lender and borrower: what is lent is mapped; the lender wants it back."""
-_LISTEN_S = 5e-3
 
 
 class Loans:

@@ -36,6 +36,13 @@ GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
 
+WHITEN_EPSILON = 1e-8
+"""Added to the variance, as in verl's `masked_whiten`."""
+
+ROUNDING = 1e-12
+"""Variance of equal returns, at most, as a share of their mean square: each is a sum in another order."""
+
+
 def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
     """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
 
@@ -163,13 +170,6 @@ def checked_rewards(rewards: npt.ArrayLike, least: int = 2) -> Floats:
             "expected: a finite number. Fix the reward function"
         )
     return table
-
-
-WHITEN_EPSILON = 1e-8
-"""Added to the variance, as in verl's `masked_whiten`."""
-
-ROUNDING = 1e-12
-"""Variance of equal returns, at most, as a share of their mean square: each is a sum in another order."""
 
 
 def rewards_at_end(rewards: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:

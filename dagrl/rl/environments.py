@@ -35,8 +35,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import EnvironmentConfig, Json
-from dagrl.data import replies
-from dagrl.data.chat import chat_of
 from dagrl.data.media import shows_images
 from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
@@ -205,14 +203,6 @@ class EnvironmentRunner:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         return closing
-
-
-def reply_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], **template: Any) -> str:
-    """Renders what follows the end of a turn of the policy: `messages`, and the opening of the next turn.
-
-    `template` are further variables of the template.
-    """
-    return replies.reply_text(chat_of(tokenizer), messages, **template)
 
 
 def prompt_messages(prompt: Prompt) -> list[dict[str, Any]]:

@@ -1,22 +1,52 @@
-"""Tries an algorithm on a few random rows before a run starts, to find mistakes in a user's file early."""
+"""Tries what a user wrote before a run starts, to find mistakes early: an algorithm on a few random rows, reward functions
+and the
+environment on an example of each task."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dagrl.config import ALGORITHMS, Config
-from dagrl.errors import ConfigError
+from dagrl.data.media import MediaProcessor, MediaStore
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import ConfigError, RunError
 from dagrl.imports import running
 from dagrl.rl.advantages import rewards_at_end
 from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, token_advantages_of
+from dagrl.rl.functions.answers import Answers, Failed
+from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
+from dagrl.rl.rewards import RewardFunction, RewardRunner, reward_functions
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group
+from dagrl.rl.rollout.scoring import reward_texts, reward_values
+from dagrl.rl.rollout.turns import open_turns
+from dagrl.telemetry.record import RunPaths
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
+
 
 ROWS, TOKENS = 2, 5
+
+
+logger = logging.getLogger(__name__)
+SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")
+"""Starts of the import paths of functions that are not tried."""
+
+MADE_UP = "42"
+"""The completion of an example without a reference."""
+
+SAMPLES = 2
+"""Samples of a prompt: a function that answers a whole batch with one number gives itself away."""
 
 
 def try_algorithm(config: Config) -> None:
@@ -91,3 +121,111 @@ def try_advantages(algorithm: Algorithm) -> None:
     if algorithm.critic:
         mask = np.ones((ROWS, TOKENS), np.float32)
         token_advantages_of(algorithm, rewards_at_end(rewards[:, 0], mask), mask, mask)
+
+
+def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Rewards the reference of the first example of each task, or a made-up completion if it has none.
+
+    Raises ConfigError for a function that raises, hangs, or gives no rewards, and if all of them exclude every sample.
+    """
+    own = [item for item in reward_functions(config.reward) if not item.path.startswith(SHIPPED)]
+    if not own:
+        return
+    named = {item.name: config.reward.functions[item.name] for item in own if item.name}
+    examples, numbers = _first_of_tasks(prompts), 0
+    with RewardRunner(config.reward.model_copy(update={"functions": named}), retries=False) as runner:
+        for prompt in examples:
+            group = _group(prompt, tokenizer)
+            samples = [Sample(prompt, episode, prompt.reference or MADE_UP) for episode in group.episodes]
+            try:
+                tried = runner.answers_by_function(*reward_texts(samples), partial(reward_values, group, samples, tokenizer))
+                numbers += sum(_numbers(item, answers, prompt) for item, answers in tried)
+            except RunError as error:
+                raise ConfigError(str(error)) from error
+    if not numbers and len(own) == len(reward_functions(config.reward)):
+        names = ", ".join(f"{item.key}.function {item.path}" for item in own)
+        raise ConfigError(
+            f"{names} returned None for every sample that was tried, which excludes it from training; return a number for "
+            f"samples to learn from. Tried: the {_completion(examples[0])}"
+        )
+
+
+def try_environment(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerFast,
+    processor: MediaProcessor | None = None,
+) -> None:
+    """Begins the first example of each task, and answers with its reference, or a made-up text, as the policy's turn.
+
+    Raises ConfigError if the environment fails, or if what it says cannot be tokenized.
+    """
+    path = config.environment.function
+    if path is None or path.startswith(SHIPPED):
+        return
+    examples = _first_of_tasks(prompts)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="dagrl-"))  # images come into the run's directory
+        trial = config.with_keys({"environment.num_workers": 1, "output_dir": scratch})
+        shown = [medium for prompt in examples if prompt.media is not None for medium in prompt.media.items]
+        MediaStore(RunPaths.of(trial).media, config.data.images).add(shown)
+        turns = stack.enter_context(open_turns(trial, tokenizer, processor))
+        for number, prompt in enumerate(examples):
+            group = new_group(config, number, 0, prompt, [0])
+            (episode,) = group.episodes
+            ready = turns.start([group])
+            while turns.awaited:
+                wait(turns.awaited)
+                ready += turns.take()
+                if ready and not episode.turns:
+                    tokens = _tokens(prompt, tokenizer)
+                    result = FinishedRequest(0, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop")
+                    episode.append(result)
+                    episode.turns += 1
+                    turns.finish([((group, episode), result)])
+            if episode.failure:
+                turn = f"Its turn: the {_what(prompt)}" if episode.turns else "It had no turn yet"
+                raise ConfigError(f"environment.function {path}: {episode.failure}. Tried: {prompt.source}. {turn}")
+            turns.abort(group)
+
+
+def _first_of_tasks(prompts: Sequence[Prompt]) -> list[Prompt]:
+    examples = dict[str, Prompt]()
+    for prompt in prompts:
+        examples.setdefault(prompt.task, prompt)
+    return list(examples.values())
+
+
+def _numbers(item: RewardFunction, answers: Answers, prompt: Prompt) -> int:
+    """Returns how many samples have a reward. Raises ConfigError if one failed."""
+    for answer in answers:
+        if isinstance(answer, Failed):
+            raise ConfigError(
+                f"{item.key}.function {item.path}: {answer.message}. Tried: the {_completion(prompt)}. Expected for each: a "
+                "number, a dictionary of numbers, or None to exclude the sample (docs/rewards.md)"
+            )
+    logger.info("%s.function %s: %s for the %s", item.key, item.path, answers[0], _completion(prompt))
+    return sum(answer is not None for answer in answers)
+
+
+def _completion(prompt: Prompt) -> str:
+    return f"{_what(prompt)} of {prompt.source}, {SAMPLES} times in a batch"
+
+
+def _what(prompt: Prompt) -> str:
+    return "reference" if prompt.reference else f"made-up completion {MADE_UP!r}"
+
+
+def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return list(tokenizer.encode(prompt.reference or MADE_UP, add_special_tokens=False))
+
+
+def _group(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> RolloutGroup:
+    """Returns a finished group whose completions are the reference."""
+    tokens = _tokens(prompt, tokenizer)
+    columns = {"tokens": tokens, "logprobs": [0.0] * len(tokens), "versions": [0] * len(tokens)}
+    episodes = [
+        Episode(prompt, 0, len(tokens), **columns, sampled=[True] * len(tokens), finish_reason="stop", turns=1)  # type: ignore[arg-type]
+        for _ in range(SAMPLES)
+    ]
+    return RolloutGroup(0, 0, episodes)

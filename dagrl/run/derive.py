@@ -95,6 +95,21 @@ ROUND = 64
 """Lengths from data are rounded up to a multiple of this many tokens."""
 
 
+WORKERS: Mapping[str, Mapping[str, str]] = {
+    "megatron": {
+        "policy": "dagrl.workers.megatron:MegatronWorker",
+        "value": "dagrl.workers.megatron:MegatronValueWorker",
+        "teacher": "dagrl.workers.megatron:MegatronTeacherWorker",
+    },
+    "fsdp": {
+        "policy": "dagrl.workers.fsdp:FsdpWorker",
+        "value": "dagrl.workers.fsdp:FsdpValueWorker",
+        "teacher": "dagrl.workers.fsdp:FsdpTeacherWorker",
+    },
+}
+"""The worker classes of each backend, by the kind of model."""
+
+
 @dataclass
 class Derived:
     """A configuration whose open keys are being filled in, and the reason of each value.
@@ -533,21 +548,6 @@ def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
     size = 4 if config.policy.precision == "float32" else 2
     blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
     return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size
-
-
-WORKERS: Mapping[str, Mapping[str, str]] = {
-    "megatron": {
-        "policy": "dagrl.workers.megatron:MegatronWorker",
-        "value": "dagrl.workers.megatron:MegatronValueWorker",
-        "teacher": "dagrl.workers.megatron:MegatronTeacherWorker",
-    },
-    "fsdp": {
-        "policy": "dagrl.workers.fsdp:FsdpWorker",
-        "value": "dagrl.workers.fsdp:FsdpValueWorker",
-        "teacher": "dagrl.workers.fsdp:FsdpTeacherWorker",
-    },
-}
-"""The worker classes of each backend, by the kind of model."""
 
 
 def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, str, str]]:

@@ -29,9 +29,8 @@ from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline, in_background
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.revive import idle_ranks, revive
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup, idle_ranks, revive
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ this machine shows one; nothing is computed with the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dagrl.config import FsdpLayoutConfig
+from dagrl.config import FsdpLayoutConfig, MegatronConfig
 from dagrl.config.file import load_config
 from dagrl.config.roles import TRAIN
 from dagrl.errors import ConfigError
@@ -28,21 +29,12 @@ from dagrl.run.worker_protocols import HuggingFaceExporter
 from dagrl.runtime.worker import check_worker_class
 from dagrl.telemetry.progress import Progress
 
-SIZES = (
-    "data_parallel",
-    "tensor_model_parallel",
-    "pipeline_model_parallel",
-    "virtual_pipeline_model_parallel",
-    "context_parallel",
-    "expert_model_parallel",
-)
 ONE_WORKER = (
-    *(f"policy.megatron_cfg.{name}_size=1" for name in SIZES),
-    "policy.megatron_cfg.expert_tensor_parallel_size=null",
-    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=null",
-    "policy.megatron_cfg.num_layers_in_last_pipeline_stage=null",
-    "policy.megatron_cfg.sequence_parallel=false",
-    "policy.megatron_cfg.cuda_graphs=false",
+    *(
+        f"policy.megatron_cfg.{name}={json.dumps(key.default)}"
+        for name, key in MegatronConfig.model_fields.items()
+        if name.endswith(("_size", "_stage")) or name in ("sequence_parallel", "cuda_graphs")
+    ),
     *(f"policy.fsdp_cfg.{name}=1" for name in FsdpLayoutConfig.model_fields),
     *(f"cluster.{name}=null" for name in ("address", "num_gpus", "gpus_per_worker")),
 )

@@ -35,12 +35,11 @@ from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment, forks_here
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
-from dagrl.run.preflight import Inputs, check_room, worker_classes
+from dagrl.run.preflight import Early, Inputs, check_room, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
 from dagrl.runtime.actors import GpuBundles, Resources
-from dagrl.runtime.revive import Revival, revive
-from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
+from dagrl.runtime.worker_group import Revival, WorkerGroup, revive, shutdown_groups
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ WarmUp = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
 """Warms up groups that have started, while others start. Its second argument raises if these have failed."""
 
 
-class Fleet:
+class Fleet(Early):
     """See the module's docstring. A context manager."""
 
     def __init__(self, restarts: int = 0, server: Server | None = None) -> None:
@@ -81,14 +80,8 @@ class Fleet:
             self._server.kill()
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-        """Begins a call of what needs torch, which the driver does without; here if nothing is imported elsewhere.
-
-        Returns what waits for its result.
-        """
-        if self._forks is not None:
-            return self._forks.call(function, *arguments)
-        value = function(*arguments)
-        return lambda: value
+        """Begins a call of what needs torch, which the driver does without; here if nothing is imported elsewhere."""
+        return super().apart(function, *arguments) if self._forks is None else self._forks.call(function, *arguments)
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray, if it starts on this machine."""

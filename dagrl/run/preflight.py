@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -48,9 +48,8 @@ from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores, is_unpaired
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
-from dagrl.rl.task_trial import try_environment, try_rewards
 from dagrl.rl.tools import load_tools, tool_schemas
-from dagrl.rl.trial import try_algorithm
+from dagrl.rl.trial import try_algorithm, try_environment, try_rewards
 from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.cluster import check_ray_directory, gpus_here, gpus_per_worker
 from dagrl.run.derive import (
@@ -151,20 +150,19 @@ class Inputs:
 T = TypeVar("T")
 
 
-class Early(Protocol):
-    """What begins while the run is checked."""
+class Early:
+    """What begins while a run is checked: nothing, unless it starts then (`Fleet`)."""
 
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
         """Begins to import what the workers, of these classes by role, will need."""
-        ...
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray."""
-        ...
 
     def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-        """Begins a call in a process that has torch. Returns what waits for its result."""
-        ...
+        """Begins a call, in a process that has torch if there is one. Returns what waits for its result."""
+        value = function(*arguments)
+        return lambda: value
 
 
 def preflight(config: Config, *, checkpoints: bool = True, early: Early | None = None) -> Inputs:
@@ -173,7 +171,7 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
 
     `early` begins once the checks that take no time have passed. Raises a UserError that says what to change.
     """
-    derived = derive_from_machine(config)
+    derived, early = derive_from_machine(config), early or Early()
     config = derived.config
     plan = RunPlan.of(config)
     check_settings(config, plan)
@@ -190,25 +188,23 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     _check_sets(config, plan)
     if plan.learns_from != "preferences":
         _check_responses(config, plan)
-    if early is not None:
-        early.begin_imports(config, workers)
+    early.begin_imports(config, workers)
     # before models are looked for, and before torch and transformers are imported
     splits = load_splits(config.data, _parser(plan))
     questions = load_sets(config.evaluation)
     check_directories(config)
-    if early is not None:
-        early.begin_cluster(config)
+    early.begin_cluster(config)
     tokenizer, hf_config = _open_text(derived, early)
     config = derived.config
     if other_models(config):
-        _apart(early, check_other_tokenizers, config, tokenizer)()
+        early.apart(check_other_tokenizers, config, tokenizer)()
     check_model(config, plan, hf_config, workers)
     _check_stops(config, hf_config)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
-    tried = [_apart(early, try_algorithm, config)]
+    tried = [early.apart(try_algorithm, config)]
     if config.policy.random_init is not None:
-        tried.append(_apart(early, check_random_model, config.policy.random_init, tokenizer))
+        tried.append(early.apart(check_random_model, config.policy.random_init, tokenizer))
     inputs = _encoded(derived, plan, splits, questions, tokenizer, hf_config)
     for result in tried:
         result()
@@ -224,13 +220,6 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
-
-
-def _apart(early: Early | None, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-    if early is not None:
-        return early.apart(function, *arguments)
-    value = function(*arguments)
-    return lambda: value
 
 
 def _check_memory(derived: Derived, plan: RunPlan, inputs: Inputs) -> None:
@@ -249,17 +238,17 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     plan = RunPlan.of(derived.config)
     check_settings(derived.config, plan)
     splits = load_splits(derived.config.data, _parser(plan))
-    tokenizer, hf_config = _open_text(derived)
+    tokenizer, hf_config = _open_text(derived, Early())
     examples = [with_chat(example, derived.config.data) for example in (*splits.demonstrations, *splits.train)]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
 
 
-def _open_text(derived: Derived, early: Early | None = None) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
+def _open_text(derived: Derived, early: Early) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
     """Returns the tokenizer and the model's `config.json`, downloaded if need be, and derives what follows from the
     tokenizer."""
     derived.config, origins = with_local_models(derived.config)
     derived.reasons |= origins
-    loaded = _apart(early, load_tokenizer, derived.config.policy)
+    loaded = early.apart(load_tokenizer, derived.config.policy)
     with gc_paused(), brief_imports():
         from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
     tokenizer = loaded()

@@ -36,6 +36,19 @@ TRACE_PERIOD = 20
 """Steps between two collections of the workers' trace events."""
 
 
+LIMIT_KEY = "policy.optimizer.max_skipped_steps"
+NO_TOKENS = (
+    "no token was in the loss: the reward returned None or failed for every sample, or grpo.overlong_filtering left none"
+)
+
+ZERO = (
+    "the gradient was 0: the advantages are all zero, as the rewards of every prompt's completions are equal "
+    "(reward/equal_groups), or the loss does not depend on the policy"
+)
+
+NOT_FINITE = "the gradient norm was {norm:g}: the loss overflows for these batches, or the weights are not finite"
+
+
 @dataclass(frozen=True)
 class Recorder:
     """Writes to `paths`. `at_end` runs its callbacks after the workers have ended."""
@@ -89,18 +102,6 @@ class Recorder:
 def process_label(group: WorkerGroup, rank: int) -> str:
     """Returns the name of a worker's row in the trace."""
     return f"{group.role.name} {rank} ({group.layout.coordinates(rank)})"
-
-
-LIMIT_KEY = "policy.optimizer.max_skipped_steps"
-
-NO_TOKENS = (
-    "no token was in the loss: the reward returned None or failed for every sample, or grpo.overlong_filtering left none"
-)
-ZERO = (
-    "the gradient was 0: the advantages are all zero, as the rewards of every prompt's completions are equal "
-    "(reward/equal_groups), or the loss does not depend on the policy"
-)
-NOT_FINITE = "the gradient norm was {norm:g}: the loss overflows for these batches, or the weights are not finite"
 
 
 @dataclass

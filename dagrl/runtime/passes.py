@@ -29,6 +29,16 @@ RELAY = "relay"
 """Kind of a node that passes on what it reads."""
 
 
+DRIVER_PARTS = 128
+"""The longest list of small items that the driver assembles itself; a hop of a tree takes as long as this many items."""
+
+LARGE_BYTES = 4 << 20
+"""Items are taken to be large if the phase's results may be larger than this."""
+
+Items = tuple[int, ...]
+"""Positions in a list of the items that one output of a graph holds: one item, or a list of several."""
+
+
 @dataclass(frozen=True)
 class Hosts:
     """The host of each worker of a graph, and the driver's host."""
@@ -97,17 +107,6 @@ def _through(source: Source, host: str, places: Mapping[int, int], relays: Mappi
     """Returns where a node on `host` reads a value: from the host's relay if there is one."""
     relay = relays.get(source, {}).get(host)
     return relay if relay is not None or source is None else places[source]
-
-
-DRIVER_PARTS = 128
-"""The longest list of small items that the driver assembles itself; a hop of a tree takes as long as this many items."""
-
-LARGE_BYTES = 4 << 20
-"""Items are taken to be large if the phase's results may be larger than this."""
-
-
-Items = tuple[int, ...]
-"""Positions in a list of the items that one output of a graph holds: one item, or a list of several."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from dagrl.telemetry.metrics import ACCURACY, KL, REWARD_MEAN, SPANS, TIMING, TO
 
 logger = logging.getLogger(__name__)
 
-LOGGERS = ("dagrl", "graphs", "workers")
+LOGGER = logging.getLogger("dagrl")
 SHOWN = {REWARD_MEAN: "reward", ACCURACY: "accuracy", "loss": "loss", KL: "kl"}
 LEAST_REST = 0.05  # of a step: less outside of its phases is not shown
 SUMMARY_WIDTH = 100  # of the closing tables in a log file
@@ -76,7 +76,7 @@ class Progress:
         self._bars = Bars(*columns, console=self._console, transient=True, disable=not self._terminal)
         self._bar = self._bars.add_task("", total=None, visible=False)
         self._handler: logging.Handler = logging.NullHandler()
-        self._levels: dict[str, int] = {}
+        self._level_before = LOGGER.level
         self._current: Stage | None = None
         self._launch = 0.0  # seconds from the start of this process to the end of the first step
         self._rows: dict[str, float] = {}  # seconds of stages without steps
@@ -90,10 +90,9 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._finish(failed=error is not None)
         self._bars.stop()
-        for name, level in self._levels.items():
-            logging.getLogger(name).propagate = True
-            logging.getLogger(name).removeHandler(self._handler)
-            logging.getLogger(name).setLevel(level)
+        LOGGER.propagate = True
+        LOGGER.removeHandler(self._handler)
+        LOGGER.setLevel(self._level_before)
 
     def stage(self, name: str, row: str = "start-up") -> None:
         """Begins a stage without steps and finishes the previous one. Its time is added to `row` of the summary."""
@@ -169,11 +168,9 @@ class Progress:
         else:
             self._handler = logging.StreamHandler(self._console.file)
             self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-        for name in LOGGERS:
-            self._levels[name] = logging.getLogger(name).level
-            logging.getLogger(name).setLevel(self._level)
-            logging.getLogger(name).addHandler(self._handler)
-            logging.getLogger(name).propagate = False  # else a handler of the root logger repeats everything
+        LOGGER.setLevel(self._level)
+        LOGGER.addHandler(self._handler)
+        LOGGER.propagate = False  # else a handler of the root logger repeats everything
 
 
 def seconds_left(spent: float, done: int, left: int) -> float | None:

@@ -32,6 +32,7 @@ from dagrl.files import move_aside, naming
 logger = logging.getLogger(__name__)
 
 DRIVER = "driver"
+MAX_EVENTS = 1_000_000
 
 _ORIGIN_PERIOD_NS = 3 * 2_629_746 * 10**9
 """Kineto's origin is the last multiple of three months since the epoch, each a twelfth of a Gregorian year. Microseconds
@@ -58,14 +59,14 @@ class TraceEvent:
 class TraceWriter:
     """Writes a trace file during the run. Thread-safe.
 
-    An existing file, from before a resume, is renamed (`trace.1.json`). Recording stops after `max_events`, because viewers
+    An existing file, from before a resume, is renamed (`trace.1.json`). Recording stops after `MAX_EVENTS`, because viewers
     cannot open larger files, or if the file cannot be written (a full disk): a broken trace does not end the run.
     """
 
-    def __init__(self, path: Path, *, max_events: int = 1_000_000) -> None:
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         move_aside(path)
-        self.path, self._left = path, max_events
+        self.path, self._left = path, MAX_EVENTS
         self._file = path.open("wb", buffering=0)  # so that each call is one write
         with naming(path):
             self._file.write(b"[")

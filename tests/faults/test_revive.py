@@ -12,10 +12,9 @@ import pytest
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.revive import Revival, revive
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker import WorkerContext
-from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.runtime.worker_group import Revival, WorkerGroup, revive
 from tests.integration.fake_workers import FakeWorker
 
 REST_S, START_S = 3.0, 60.0

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+logger = logging.getLogger(__name__)
+KEY = "environment.agent"
+
+
 class AgentRunner:
     """See the module's docstring. A context manager."""
 
@@ -108,11 +112,6 @@ def agent_rewards(answer: Any) -> tuple[dict[str, float], str]:
         if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
             return {}, printable(f"it returned {answer!r:.200}; expected: a number, numbers by name, or None")
     return {name: float(value) for name, value in rewards.items()}, ""
-
-
-logger = logging.getLogger(__name__)
-
-KEY = "environment.agent"
 
 
 class AgentPool:

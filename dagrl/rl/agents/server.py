@@ -40,6 +40,10 @@ KEEP_ALIVE_S = 3600
 """Seconds that idle connections stay open: a client that reuses one while it is closed would see an error."""
 
 
+Calls = Sequence[tuple[str, Call]]
+"""Tool calls, each with its id."""
+
+
 class Inbox:
     """A queue of requests for the driver's main thread."""
 
@@ -244,10 +248,6 @@ def _listen(host: str, port: int) -> socket.socket:
             f"environment.endpoint: cannot listen on {host} port {port}: {error}. Set environment.endpoint.host to an "
             "address of this machine, and port to a free one or 0"
         ) from error
-
-
-Calls = Sequence[tuple[str, Call]]
-"""Tool calls, each with its id."""
 
 
 @dataclass(frozen=True)

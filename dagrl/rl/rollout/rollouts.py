@@ -44,6 +44,13 @@ LOOKAHEAD = 1.25
 """Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is refilled in it."""
 
 
+LEAST_S = 0.06
+"""The least seconds of a quantum, if the bounds allow: an engine then has work while the driver is busy elsewhere."""
+
+AIM = 0.75
+"""The share of `overhead_share` that quanta are sized for: overheads vary, and short quanta have theirs too."""
+
+
 class Rollouts:
     """See the module's docstring. Not thread-safe."""
 
@@ -331,13 +338,6 @@ def dispatch(waiting: Mapping[int, int], shards: Sequence[ShardLoad]) -> list[li
         shards[index].requests.add(request)
         sent[index].append(request)
     return sent
-
-
-LEAST_S = 0.06
-"""The least seconds of a quantum, if the bounds allow: an engine then has work while the driver is busy elsewhere."""
-
-AIM = 0.75
-"""The share of `overhead_share` that quanta are sized for: overheads vary, and short quanta have theirs too."""
 
 
 @dataclass

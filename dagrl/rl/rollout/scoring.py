@@ -11,7 +11,7 @@ import numpy as np
 from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.rl.advantages import zero_variance_groups
-from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
+from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED, prompt_messages
 from dagrl.rl.rewards import (
     ENVIRONMENT,
     SAMPLE_VALUES,
@@ -92,7 +92,7 @@ def reward_values(
 def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     """Returns the conversation: the prompt's messages, the policy's turns as `assistant`, and the environment's replies."""
     prompt, episode = sample.prompt, sample.completion
-    messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
+    messages = prompt_messages(prompt)
     spans = episode.spans()
     texts = decoded(tokenizer, [episode.tokens[start:end].tolist() for start, end in spans])
     for (start, _), text in zip(spans, texts, strict=True):

@@ -40,6 +40,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+logger = logging.getLogger(__name__)
+SEEDED = 1 << 32
+"""Streams of the seeds that clients ask for. Other requests count from 0."""
+
+SHOWN = 80
+"""Characters of a conversation's start that a warning shows, in addition to the prompt's."""
+
+
 class Turns(Protocol):
     """Decides which sequences generate next. Not thread-safe."""
 
@@ -245,16 +253,6 @@ def _conversation(episode: Episode, texts: Sequence[str]) -> list[dict[str, Any]
 def _key(group: RolloutGroup, episode: Episode) -> str:
     """Identifies the episode for its environment."""
     return f"{group.number}/{group.place(episode)}"
-
-
-logger = logging.getLogger(__name__)
-
-SEEDED = 1 << 32
-"""Streams of the seeds that clients ask for. Other requests count from 0."""
-
-
-SHOWN = 80
-"""Characters of a conversation's start that a warning shows, in addition to the prompt's."""
 
 
 @dataclass

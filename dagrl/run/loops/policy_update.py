@@ -48,6 +48,10 @@ Learned: TypeAlias = tuple[dict[str, float], float]
 """The metrics of an update, and when its last optimizer step had ended (`time.perf_counter`)."""
 
 
+CRITIC_VALUES, CRITIC_STEP = "critic_values", "critic_step"
+CRITIC_PREFIX = "critic/"
+
+
 @contextmanager
 def open_trainer(session: Session) -> Iterator[PolicyTrainer]:
     """Opens a trainer with a thread for `submit`. If the loop fails, the thread fails by itself at its next replay."""
@@ -222,10 +226,6 @@ def collect_steps(replays: Replays, steps: Sequence[Replay | None], step: int) -
     return {**(join_optimizer_steps(parts).flat() if parts else {}), MASKED_MINIBATCHES: float(masked)}
 
 
-VALUES, STEP = "critic_values", "critic_step"
-PREFIX = "critic/"
-
-
 class CriticStep:
     """The critic in one step on `batch`, whose `advantages` are the rewards of its rows until `judged_batch`.
 
@@ -239,19 +239,19 @@ class CriticStep:
         self._config, self._algorithm, self._replays, self._batch = config, algorithm, replays, batch
         self._metrics: dict[str, float] = {}
         rows = Batch({name: batch[name] for name in ("tokens", "lengths")})
-        self._values: Replay = replays.submit(VALUES, rows)
+        self._values: Replay = replays.submit(CRITIC_VALUES, rows)
         self._steps: list[Replay] = []
 
     def judged_batch(self) -> Batch:
         """Waits for the values. Returns the batch with the algorithm's advantages in place of rewards."""
         batch = self._batch
-        values = self._replays.collect(VALUES, self._values)[0]["values"] * batch["loss_mask"]
+        values = self._replays.collect(CRITIC_VALUES, self._values)[0]["values"] * batch["loss_mask"]
         inside = batch["loss_mask"] > 0
         rewards = batch["advantages"][np.arange(batch.rows), inside.argmax(axis=1)]  # on every token of a row
         rewards = rewards_at_end(rewards, inside)
         advantages, returns = token_advantages_of(self._algorithm, rewards, values, batch["loss_mask"])
-        self._metrics[PREFIX + "explained_variance"] = explained_variance(returns, values, inside)
-        self._metrics[PREFIX + "return_mean"] = float(returns[inside].mean()) if inside.any() else 0.0
+        self._metrics[CRITIC_PREFIX + "explained_variance"] = explained_variance(returns, values, inside)
+        self._metrics[CRITIC_PREFIX + "return_mean"] = float(returns[inside].mean()) if inside.any() else 0.0
         names = ("tokens", "lengths", "loss_mask")
         learned = {"values": values.astype(np.float32), "returns": returns.astype(np.float32)}
         self._batch = Batch({**{name: batch[name] for name in names}, **learned})
@@ -263,11 +263,13 @@ class CriticStep:
         for start in range(0, self._batch.rows, size):
             minibatch = self._batch.select(range(start, start + size)).with_scalars(step=step)
             if minibatch["loss_mask"].any():
-                self._steps.append(submit_batch(self._replays, STEP, minibatch))
+                self._steps.append(submit_batch(self._replays, CRITIC_STEP, minibatch))
 
     def finish(self, step: int) -> dict[str, float]:
         """Waits for the optimizer steps, and returns the critic's metrics."""
-        parts = [collect_batch(self._replays, STEP, replay, step=step) for replay in self._steps]
+        parts = [collect_batch(self._replays, CRITIC_STEP, replay, step=step) for replay in self._steps]
         metrics = join_optimizer_steps(parts).flat() if parts else {}
-        renamed = {PREFIX + name: value for name, value in metrics.items() if name not in COUNTS and not is_measured(name)}
+        renamed = {
+            CRITIC_PREFIX + name: value for name, value in metrics.items() if name not in COUNTS and not is_measured(name)
+        }
         return renamed | self._metrics

@@ -33,6 +33,9 @@ LARGEST_BYTES, LARGEST_SIDE = 64 << 10, 512
 PARTS = ("charts.js", "tokens.js", "samples.js", "page.js")
 
 
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
 def page(data: dict[str, Any] | None = None) -> str:
     """Returns the page. Without `data` it asks the server that it came from."""
     here = files(__package__)
@@ -100,9 +103,6 @@ def _chosen(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     rest = sorted((line for line in samples if line["row"] not in rows), key=lambda line: line["reward"])
     left = most - len(by_kl)
     return by_kl + [rest[round(place * (len(rest) - 1) / max(1, left - 1))] for place in range(left)]
-
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class ViewServer(ThreadingHTTPServer):

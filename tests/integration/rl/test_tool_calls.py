@@ -13,11 +13,11 @@ import pytest
 
 from dagrl.config import EnvironmentConfig
 from dagrl.data.chat import chat_of
-from dagrl.data.replies import reply_row
+from dagrl.data.replies import reply_row, reply_text
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.agents.episode import Limits
-from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment, reply_text
+from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.tools import Call, Calls, ToolEnvironment, load_tools, tool_schemas, vllm_parser
 from dagrl.run.model import character_tokenizer
@@ -64,7 +64,7 @@ def test_calls_are_answered_in_the_chat_template() -> None:
     check_environment(config)
     with EnvironmentRunner(config, tokenizer) as environment:
         actual = environment.submit(0, questions).result()
-    assert [reply_text(tokenizer, reply.content) for reply in actual[:-1]] == list(turns.values())
+    assert [reply_text(chat_of(tokenizer), reply.content) for reply in actual[:-1]] == list(turns.values())
     assert actual[-1] == Reply(None), "a turn without a call ends the sequence"
 
 

@@ -20,7 +20,7 @@ from dagrl.rl.functions.agents import AgentHost
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.functions.episodes import Step
 from dagrl.rl.functions.process import LoopThread
-from dagrl.rl.task_trial import try_environment, try_rewards
+from dagrl.rl.trial import try_environment, try_rewards
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.deadline import Deadline
 from tests.unit.rl.conftest import InProcess

@@ -22,15 +22,16 @@ from dagrl.config import Config
 from dagrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from dagrl.telemetry import rollouts
 from dagrl.telemetry.record import (
+    TRACKERS,
     RunPaths,
     RunRecord,
+    TensorBoardTracker,
     lock_run,
     prepare_run_directory,
     put_back_config,
     read_metrics,
 )
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files, table_of
-from dagrl.telemetry.trackers import TRACKERS, TensorBoardTracker
 from tests.unit.run.saving import full_disk
 
 

@@ -60,8 +60,11 @@ def test_the_file_is_complete_after_every_write(tmp_path: Path) -> None:
     assert len(events(trace.path)) == 19
 
 
-def test_recording_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with TraceWriter(tmp_path / "trace.json", max_events=3) as trace:
+def test_recording_stops_at_the_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.telemetry.trace.MAX_EVENTS", 3)
+    with TraceWriter(tmp_path / "trace.json") as trace:
         for number in range(6):
             trace.write([TraceEvent("event", "test", number, 1)])
     assert len(events(trace.path)) == 3
