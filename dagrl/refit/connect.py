@@ -35,11 +35,9 @@ class RefitWorker(Protocol):
 
     def weight_slices(self) -> Sequence[WeightSlice]:
         """Returns the parts of the model that the worker holds, and the tensors that they are in."""
-        ...
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec, /) -> None:
         """Opens the channel. Called on all workers at once, and again for a new plan."""
-        ...
 
 
 @phase

@@ -29,7 +29,6 @@ class WorkerHooks(Protocol):
     @staticmethod
     def environment(config: Any, /) -> dict[str, str]:
         """Returns environment variables that the process needs before anything is imported."""
-        ...
 
     @staticmethod
     def imports(config: Any, /) -> Callable[[], object]:
@@ -38,11 +37,9 @@ class WorkerHooks(Protocol):
         A run on this machine calls it once, in a process with the `environment`, and forks the workers from there. It must
         start neither threads nor CUDA, and not import Ray: otherwise nothing is forked.
         """
-        ...
 
     def prepare(self) -> None:
         """Called before `setup`, while other groups still start. Imports what `setup` needs, and takes no GPU memory."""
-        ...
 
     def setup(self, address: str, /) -> None:
         """Called on all workers of the group at the same time, for a rendezvous at `address`, a free `host:port`.
@@ -50,22 +47,18 @@ class WorkerHooks(Protocol):
         It is on the host of rank 0. If the class has `meets_by_shard = True`, each shard meets alone, on the host of its
         first rank, and is set up again alone after a failure.
         """
-        ...
 
     def abort(self) -> None:
         """Breaks the worker's collectives, so that its peers raise. Called from another thread after a failure."""
-        ...
 
     def reset(self) -> bool:
         """Called on a worker that lives after a failure. Makes it as new, for another `setup`.
 
         Returns False if its process cannot be set up again, which a restart then replaces; so it does without this method.
         """
-        ...
 
     def shutdown(self) -> None:
         """Called once before the process ends."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -69,18 +69,15 @@ class Model(Protocol):
         them return an empty list. With `backward`, adds the loss's gradients to those of earlier microbatches and sums
         them over data-parallel and context-parallel ranks. Otherwise it is called without gradients.
         """
-        ...
 
     def head(self, temperature: float) -> TokenHead | None:
         """Returns the output layer; None for a scalar head, and on stages without outputs."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Returns parameters, and buffers that training changes, by local name; adapters are not among them.
 
         Live tensors, whose content a reference policy swaps with its own for a while.
         """
-        ...
 
 
 class TrainedModel(Model, Gradients, Protocol):
@@ -89,39 +86,30 @@ class TrainedModel(Model, Gradients, Protocol):
     @property
     def steps(self) -> OptimizerSteps:
         """Counters of optimizer steps, which are part of a checkpoint."""
-        ...
 
     def zero_gradients(self) -> None:
         """Sets all gradients to zero."""
-        ...
 
     def gradients(self) -> list[Tensor]:
         """Returns this rank's part of the gradients after a backward pass, live. No collective."""
-        ...
 
     def reset_optimizer(self) -> None:
         """Zeros moments and step counts, and copies any master weights from the model."""
-        ...
 
     def step_count(self) -> float:
         """Returns the optimizer's count of updates, on which its bias corrections depend; 0 if the pieces have it."""
-        ...
 
     def set_step_count(self, count: float) -> None:
         """Sets the optimizer's count of updates, unless the pieces have it."""
-        ...
 
     def step_metrics(self) -> StepMetrics:
         """Returns the model's own metrics of the last training pass, such as the load of its experts."""
-        ...
 
     def state(self, part: StatePart) -> list[Tensor]:
         """Returns the tensors of a part, for moving them between device and host. No collective."""
-        ...
 
     def before_offload(self, what: Sequence[str]) -> None:
         """Drops references to the memory of these parts, such as recorded graphs. No collective."""
-        ...
 
 
 class Backend(Protocol):
@@ -136,7 +124,6 @@ class Backend(Protocol):
     def captures(self) -> bool:
         """Whether passes are captured as CUDA graphs. Phases then run on a stream of their own, and warm-ups run each shape
         twice. Known before `setup`."""
-        ...
 
     @property
     def shares(self) -> bool:
@@ -148,7 +135,6 @@ class Backend(Protocol):
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises a UserError for a model that cannot be loaded, or not trained in this layout."""
-        ...
 
     @staticmethod
     def computed(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -156,36 +142,29 @@ class Backend(Protocol):
 
         Raises ConfigError for a model that cannot be trained.
         """
-        ...
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> Sequence[WeightSlice]:
         """Returns the slices that `rank` will send in a refit, without a worker."""
-        ...
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
         """Returns environment variables that must be set before torch is imported."""
-        ...
 
     # Lifecycle
 
     @staticmethod
     def prepare() -> None:
         """Imports the libraries that `setup` needs, which may take seconds."""
-        ...
 
     def setup(self, address: str) -> None:
         """Joins the other ranks at `address` (host:port of rank 0), builds the model and loads its weights."""
-        ...
 
     def abort(self) -> None:
         """Aborts this rank's collectives, so that its peers raise. Called on one rank, from another thread."""
-        ...
 
     def shutdown(self) -> None:
         """Leaves the process groups and drops the model, also after an abort or a `setup` that failed. Not a collective."""
-        ...
 
     # Computing
 
@@ -195,37 +174,30 @@ class Backend(Protocol):
     @property
     def place(self) -> ParallelRank:
         """This worker's coordinates, device and process groups."""
-        ...
 
     @property
     def routed(self) -> RoutedModel | None:
         """Sizes of a model with experts, by which batches are split; None without experts."""
-        ...
 
     def train_tflop(self, lengths: Iterable[int]) -> float:
         """Returns the TFLOPs of training on whole sequences of these lengths, by the model's formula. No collective."""
-        ...
 
     # State
 
     def base_model(self) -> AbstractContextManager[None] | None:
         """Returns a context in which the model runs without its adapters, as the reference policy. None: it has none, and
         the reference policy is a copy of its weights."""
-        ...
 
     # Refits
 
     def weight_slices(self) -> Sequence[WeightSlice]:
         """Returns which boxes of the Hugging Face parameters, or of adapters, this rank sends. No collective."""
-        ...
 
     def sent_tensors(self) -> Mapping[str, Tensor]:
         """Returns the live tensors that `weight_slices` names: parameters, not their data. No collective."""
-        ...
 
     def sending(self) -> AbstractContextManager[None]:
         """Returns a context in which `sent_tensors` have the current values."""
-        ...
 
     # Files
 
@@ -234,15 +206,12 @@ class Backend(Protocol):
 
         Names and shapes do not depend on the layout, and the ranks together give each element once.
         """
-        ...
 
     def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterable[Piece]:
         """Yields everything that this rank needs, to be filled in place; `reference` if the checkpoint has one."""
-        ...
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model as a Hugging Face directory that transformers can load, with adapters merged.
 
         Ranks wait for each other's files in `group`; None for a single process.
         """
-        ...

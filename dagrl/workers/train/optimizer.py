@@ -25,15 +25,12 @@ class Gradients(Protocol):
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of the whole model's gradients, each counted once: a scalar on the device, equal on all ranks."""
-        ...
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Multiplies all gradients by `limit / norm`."""
-        ...
 
     def update(self, rate: float) -> None:
         """Updates the weights with this learning rate."""
-        ...
 
 
 @dataclass
