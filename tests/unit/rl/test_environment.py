@@ -18,10 +18,12 @@ import pytest
 
 from dagrl.config import Config, DataConfig, EnvironmentConfig, RewardConfig
 from dagrl.data import Example, Message, load_splits
+from dagrl.data.chat import chat_of
 from dagrl.data.examples import with_tools
+from dagrl.data.replies import reply_text
 from dagrl.data.tokenization import Prompt, encode_prompts
 from dagrl.errors import ConfigError
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, Step, check_environment, reply_text
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, Step, check_environment
 from dagrl.rl.openenv import CLIENT, action_reader, observation_text
 from dagrl.rl.rewards import RewardRunner, SampleReward, rewards_of
 from dagrl.rl.rollout.episodes import Episode, Sample
@@ -379,7 +381,7 @@ def test_a_reply_follows_the_end_of_the_turn_that_was_sampled() -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "call"}, {"role": "tool", "content": "5"}]
     opened = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert opened + "call<|im_end|>" + reply_text(tokenizer, messages[2:]) == whole
+    assert opened + "call<|im_end|>" + reply_text(chat_of(tokenizer), messages[2:]) == whole
 
 
 def test_prompts_show_the_schemas() -> None:
