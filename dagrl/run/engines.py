@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,18 +23,20 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.config.roles import GENERATION
 from dagrl.errors import ClusterError, WorkerError, WorkerFailure
+from dagrl.refit import RefitReport
 from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
-from dagrl.rl.rollout.engines import GenerationEngines, Quantum, QuantumResult
+from dagrl.rl.rollout.engines import GenerationEngines, Quantum, QuantumResult, WeightUpdate
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline, in_background
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup, idle_ranks, revive
+from dagrl.telemetry.metrics import REFIT_BYTES, UPDATE_PAUSE
 
 logger = logging.getLogger(__name__)
 
-PHASE = "generate"
+PHASE, REFIT = "generate", "refit"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,40 @@ class ReplayedQuantum(Quantum):
 
     def partial(self) -> Mapping[int, Generated]:
         return self.replay.partial()
+
+
+@dataclass(frozen=True)
+class ReplayedRefit(WeightUpdate):
+    """A replay of `phases.refit` in flight."""
+
+    replays: Replays
+    replay: Replay
+
+    def result(self) -> dict[str, float]:
+        """Waits for the replay. Returns generation's pause and the bytes received."""
+        reports = received(self.replays.collect(REFIT, self.replay, busy_s=mean_pause)[0])
+        if not reports:
+            return {}
+        total = sum(report.bytes_received for report in reports)
+        return {UPDATE_PAUSE: max(map(_pause, reports)), REFIT_BYTES: float(total)}
+
+
+def mean_pause(result: object) -> float | None:
+    """Returns the mean pause of the generation workers in seconds. Their senders also wait for the quanta before it."""
+    pauses = [*map(_pause, received(result))]
+    return sum(pauses) / len(pauses) if pauses else None
+
+
+def _pause(report: RefitReport) -> float:
+    """Returns a generation worker's pause in seconds, or the time of its receive if it reports none."""
+    return report.pause_s or report.seconds
+
+
+def received(result: object) -> list[RefitReport]:
+    """Returns the generation workers' reports in the result of a refit phase, in whatever nesting."""
+    if isinstance(result, RefitReport):
+        return [result] if result.bytes_received else []
+    return [report for part in result for report in received(part)] if isinstance(result, Iterable) else []
 
 
 class WorkerEngines(GenerationEngines):
@@ -96,13 +132,14 @@ class WorkerEngines(GenerationEngines):
     def ready(self) -> bool:
         return self._replacement is None or self._replacement.ready
 
-    def refill(self, version: int) -> None:
-        self.connect()
-        self._replays.replay("refit", version)
+    @property
+    def moves(self) -> bool:
+        return self._replays.shared is not None and self._replays.shared.moves
 
-    def connect(self) -> None:
+    def update(self, version: int) -> ReplayedRefit:
         if self._replacement is not None:
             self._replacement.connect()
+        return ReplayedRefit(self._replays, self._replays.submit(REFIT, version))
 
 
 @dataclass

@@ -20,9 +20,8 @@ from dagrl.errors import StopRequestedError
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import grpo
+from dagrl.run.engines import ReplayedRefit, WorkerEngines
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
-from dagrl.run.replays import Replays
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, stop_after, untrained_groups
@@ -78,18 +77,18 @@ def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[list[ScoredGroup]]]:
     """The batches trained on. Each version that generation receives is exported."""
     batches: list[list[ScoredGroup]] = []
-    begin, refit = PolicyTrainer.begin, grpo.refit
+    begin, update = PolicyTrainer.begin, WorkerEngines.update
 
     def watched(self: PolicyTrainer, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
         batches.append(groups)
         return begin(self, groups, step)
 
-    def exported(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
-        replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
-        return refit(replays, experience, version)
+    def exported(self: WorkerEngines, version: int) -> ReplayedRefit:
+        self._replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
+        return update(self, version)
 
     monkeypatch.setattr(PolicyTrainer, "begin", watched)
-    monkeypatch.setattr(grpo, "refit", exported)
+    monkeypatch.setattr(WorkerEngines, "update", exported)
     yield batches
 
 

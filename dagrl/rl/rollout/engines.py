@@ -37,6 +37,13 @@ class Quantum(Protocol):
         """Returns the results of the shards that did not fail, after `result` has raised."""
 
 
+class WeightUpdate(Protocol):
+    """An update of the engines' weights in flight."""
+
+    def result(self) -> dict[str, float]:
+        """Waits for it, and returns its metrics. Raises WorkerError if an engine failed."""
+
+
 class GenerationEngines(Protocol):
     """The engines of all generation shards. Quanta run in the order in which they are submitted."""
 
@@ -56,24 +63,22 @@ class GenerationEngines(Protocol):
     def replace(self, error: WorkerError) -> set[int] | None:
         """Starts replacing the engines named in `error` and fails the quanta in flight; the survivors are idle on return.
 
-        Returns the shards whose engines are replaced. They take no requests until the next refit. None if the run has to
+        Returns the shards whose engines are replaced. They take no requests until the next update. None if the run has to
         restart.
         """
 
     @property
     def ready(self) -> bool:
-        """Whether all new engines have started, so that `connect` does not wait for them."""
+        """Whether all new engines have started, so that `update` does not wait for them."""
 
-    def refill(self, version: int) -> None:
-        """Connects new engines and sends the weights of `version`, which the train workers hold, to all.
+    @property
+    def moves(self) -> bool:
+        """Whether engines may leave their GPUs before an update, so that no quantum may wait behind it."""
 
-        No quantum may be in flight.
-        """
+    def update(self, version: int) -> WeightUpdate:
+        """Starts to send the weights of `version`, which the train workers hold, to all engines.
 
-    def connect(self) -> None:
-        """Connects new engines for the next refit, once they have started. Does nothing without new ones.
-
-        No quantum may be in flight.
+        Connects new engines first, once they have started; no quantum may be in flight if there are any.
         """
 
 

@@ -3,7 +3,7 @@
 experience = Experience(config, prompts, engines, reward, turns, stop, version=0)
 groups = experience.next_batch()      # runs quanta of generation and takes scores, until a batch is complete
 experience.work_until(training)       # goes on while it is trained on, as far as ages allow
-experience.advance(version)           # after the step, when generation has its weights
+experience.refit(version)             # after the step: generation gets its weights
 """
 
 from __future__ import annotations
@@ -159,12 +159,7 @@ class Experience:
         Without `other`, which is the training under way, engines that were replaced get their weights first.
         """
         while other is None and self._unfilled:
-            self.rest()  # replaces those that have failed since
-            try:
-                self._engines.refill(self.buffer.version)
-                self.rollouts.serve()
-            except WorkerError as error:
-                self.replace(error)
+            self._update(self.buffer.version)
         if not self.rollouts.generating:
             turns, scores = list(self._turns.awaited), [item.answers for item in self._scoring]
             awaited: list[Future[Any]] = [*turns, *scores, *([] if other is None else [other])]
@@ -196,19 +191,37 @@ class Experience:
             self.fill()
             self.work(update)
 
+    def refit(self, version: int) -> dict[str, float]:
+        """Gives generation the train workers' weights as `version`, which marks the last taken batch as trained. Returns
+        metrics. Engines that fail in it are replaced, and it is repeated.
+        """
+        while (metrics := self._update(version)) is None:
+            pass
+        self.advance(version)
+        return metrics
+
     def advance(self, version: int) -> None:
         """Marks the last taken batch as trained; generation has `version`."""
         self.buffer.advance(version)
 
-    def connect(self) -> None:
-        """Connects engines that were replaced for a refit."""
+    def _update(self, version: int) -> dict[str, float] | None:
+        """Updates the engines' weights between two quanta. Returns metrics; None if engines failed and are being replaced.
+
+        Engines that run go on with the next quanta behind it, unless they exchange memory. Idle ones begin after it: their
+        tokens must not be of an older version. Raises the failure if the run has to restart.
+        """
         if not self.rollouts.serving:
             self.rest()  # replaces those that have failed since
-            self._engines.connect()
-
-    def replace(self, error: WorkerError) -> None:
-        """Goes on after a refit failed, which the caller then repeats; raises `error` if the run has to restart."""
-        self._score(self.rollouts.replace(error))
+        try:
+            update = self._engines.update(version)
+            if self.rollouts.running and not self._engines.moves:
+                self.rollouts.look_ahead()
+            metrics = update.result()
+        except WorkerError as error:
+            self._score(self.rollouts.replace(error))
+            return None
+        self.rollouts.serve()
+        return metrics
 
     @property
     def _unfilled(self) -> bool:
@@ -241,8 +254,8 @@ class Experience:
         raises StopRequestedError instead; pass it only where every step taken is recorded. Raises RunError if the reward
         function or the environment failed for too large a share.
         """
-        seeds = request_seeds(self._config.seed, VALIDATION_STREAM + self.buffer.version, len(self._prompts.validation))
-        scored = self._held_out(self._prompts.validation, seeds, VALIDATION_STREAM, may_stop=may_stop)
+        first = VALIDATION_STREAM
+        scored = self._held_out(self._prompts.validation, first, first + self.buffer.version, may_stop=may_stop)
         if not scored:
             return {}
         self._untrained += map(Untrained, scored)
@@ -260,9 +273,8 @@ class Experience:
 
         A stop request ends it as it ends `validate`.
         """
-        prompts = self._prompts.evaluation
-        seeds = request_seeds(self._config.seed, EVALUATION_STREAM, len(prompts))
-        scored = self._held_out(prompts, seeds, EVALUATION_STREAM, may_stop=may_stop)
+        first = EVALUATION_STREAM
+        scored = self._held_out(self._prompts.evaluation, first, first, may_stop=may_stop)
         right: dict[str, list[bool]] = {}
         for group in scored:
             right.setdefault(group.samples[0].prompt.task, []).append(bool(group.valid[0] and group.rewards.values[0] >= 1))
@@ -271,8 +283,12 @@ class Experience:
             metrics |= with_interval(EVALUATION + task, sum(answers) / len(answers), len(answers))
         return metrics
 
-    def _held_out(self, prompts: Sequence[Prompt], seeds: Sequence[int], first: int, *, may_stop: bool) -> list[ScoredGroup]:
-        """Returns one scored completion of each prompt, in groups from number `first` on; nothing if a stop is requested."""
+    def _held_out(self, prompts: Sequence[Prompt], first: int, stream: int, *, may_stop: bool) -> list[ScoredGroup]:
+        """Returns one scored completion of each prompt, in groups from number `first` on, with seeds of `stream`.
+
+        Returns nothing if a stop is requested.
+        """
+        seeds = request_seeds(self._config.seed, stream, len(prompts))
         groups = [
             new_group(self._config, first + index, -1 - index, prompt, [seed], cohort=-1)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))

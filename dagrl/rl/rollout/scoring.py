@@ -146,7 +146,7 @@ def check_groups(
     config: Config, reward: RewardRunner, groups: Sequence[ScoredGroup], *, may_all_fail: bool = False
 ) -> tuple[Rewards, list[Sample]]:
     """Returns the rewards and samples of groups. Raises RunError if too many failed; see `check_failures`."""
-    rewards, samples = join_rewards([group.rewards for group in groups]), samples_in(groups)
+    samples, rewards = samples_in(groups), join_rewards([group.rewards for group in groups])
     reward.check(rewards, may_all_fail=may_all_fail)
     failures = [sample.completion.failure for sample in samples if not answered(sample)]
     limit, message = config.environment.max_failed_share, next(iter(failures), "")

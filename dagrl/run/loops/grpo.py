@@ -15,24 +15,21 @@ updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
 from dagrl.config.settings import algorithm_name
-from dagrl.errors import WorkerError
-from dagrl.refit import RefitReport
 from dagrl.rl.benchmarks import rewards_of_sets
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.turns import open_turns
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.loops.policy_update import Learned, PolicyTrainer, PolicyUpdate, open_trainer
+from dagrl.run.loops.policy_update import PolicyTrainer, open_trainer
 from dagrl.run.loops.sft import train_sft
-from dagrl.run.replays import Replays
 from dagrl.run.session import Session, Stage
-from dagrl.telemetry.metrics import EXPOSED, REFIT_BYTES, UPDATE, UPDATE_PAUSE
+from dagrl.telemetry.metrics import EXPOSED, UPDATE
 
 
 def train_samples(session: Session) -> None:
@@ -51,27 +48,23 @@ def train_samples(session: Session) -> None:
 
 def train_grpo(session: Session, stage: Stage, experience: Experience, trainer: PolicyTrainer) -> None:
     """Runs the GRPO steps that are left."""
-    ahead, replays = session.config.grpo.async_grpo, session.replays
-    update: PolicyUpdate | Future[Learned]
+    ahead = session.config.grpo.async_grpo
     start_policy(session, stage, experience, trainer)
     while session.step < stage.last:
         step, metrics = session.step + 1, {EXPOSED: 0.0}
         with exposed(metrics):
             groups = experience.next_batch()
-        if ahead.max_age_steps:  # generation goes on
-            update = trainer.submit(groups, step)
-            metrics |= experience.metrics(groups)
+        update = trainer.submit(groups, step) if ahead.max_age_steps else trainer.begin(groups, step)
+        metrics |= experience.metrics(groups)
+        if isinstance(update, Future):  # generation goes on
             experience.work_until(update)
-        else:  # engines are idle
-            update = trainer.begin(groups, step)
-            metrics |= experience.metrics(groups)
-            if session.goes_straight_on(step) and not stage.validates(step) and not evaluates(session, stage, step):
-                experience.prepare(step)
+        elif session.goes_straight_on(step) and not stage.validates(step) and not evaluates(session, stage, step):
+            experience.prepare(step)  # engines are idle
         learned, ended = update.result()
         if ahead.max_age_steps and not ahead.in_flight_weight_updates:
             with exposed(metrics):
                 experience.finish_running()
-        metrics |= learned | refit(replays, experience, step)
+        metrics |= learned | experience.refit(step)
         metrics[UPDATE] = time.perf_counter() - ended
         if stage.validates(step):
             session.recorder.progress.status("validating")
@@ -80,7 +73,7 @@ def train_grpo(session: Session, stage: Stage, experience: Experience, trainer: 
             session.recorder.progress.status("evaluating")
             metrics |= experience.evaluate()
         session.recorder.keep_untrained(experience.take_untrained(), step)
-        metrics |= replays.close_step(tokens=int(metrics["trained_tokens"]))
+        metrics |= session.replays.close_step(tokens=int(metrics["trained_tokens"]))
         counters = experience.state() | session.reference_counter
         if session.goes_straight_on(step):
             experience.begin()
@@ -94,7 +87,7 @@ def start_policy(session: Session, stage: Stage, experience: Experience, trainer
     if resumed is None:
         trainer.start()
         session.checkpoints.add_counters(experience.state() | session.reference_counter)
-    refit(session.replays, experience, session.step)
+    experience.refit(session.step)
     session.begin(stage)
     if session.step == stage.after and stage.val_at_start:
         session.recorder.progress.status("validating")
@@ -143,48 +136,6 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
         if replays.shared is not None:
             replays.shared.before_sleep.append(experience.withdraw)
         yield experience
-
-
-def refit(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
-    """Sends generation the train workers' weights as `version`, between two quanta. Returns generation's
-    pause and the bytes received.
-
-    Engines that run go on with the next quanta behind it, unless they exchange memory. Idle ones begin after it: their
-    tokens must not be of an older version. Engines that fail in it are replaced, and it is replayed again.
-    """
-    experience.connect()
-    replay = replays.submit("refit", version)
-    if experience.rollouts.running and (replays.shared is None or not replays.shared.moves):
-        experience.rollouts.look_ahead()
-    try:
-        result = replays.collect("refit", replay, busy_s=mean_pause)[0]
-    except WorkerError as error:
-        experience.replace(error)
-        return refit(replays, experience, version)
-    experience.rollouts.serve()
-    experience.advance(version)
-    received = sum(report.bytes_received for report in _reports(result))
-    return {UPDATE_PAUSE: max(_pauses(result)), REFIT_BYTES: float(received)} if received else {}
-
-
-def mean_pause(result: object) -> float | None:
-    """Returns the mean pause of the generation workers in seconds. Their senders also wait for the quanta before it."""
-    pauses = _pauses(result)
-    return sum(pauses) / len(pauses) if pauses else None
-
-
-def _pauses(result: object) -> list[float]:
-    """Returns each generation worker's pause in seconds, or the time of its receive if it reports none."""
-    return [report.pause_s or report.seconds for report in _reports(result) if report.bytes_received]
-
-
-def _reports(result: object) -> Iterator[RefitReport]:
-    """Yields the reports in the result of a refit phase, in whatever nesting."""
-    if isinstance(result, RefitReport):
-        yield result
-    elif isinstance(result, Iterable):
-        for part in result:
-            yield from _reports(part)
 
 
 @contextmanager

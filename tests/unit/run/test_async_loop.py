@@ -31,7 +31,7 @@ from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
-from dagrl.run.loops.grpo import refit
+from dagrl.run.engines import WorkerEngines
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import UNANSWERED, Reward, Run, engines_of, logprob_of
 
@@ -530,7 +530,10 @@ def test_quanta_are_queued_behind_a_refit_unless_memory_moves(moves: bool | None
     shared = None if moves is None else SimpleNamespace(moves=moves)
     replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
     rollouts = MagicMock(running=True, look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
-    experience = MagicMock(rollouts=rollouts, connect=lambda: asked.append("connect"))
-    refit(cast("Any", replays), experience, 1)
+    replacement: Any = SimpleNamespace(connect=lambda: asked.append("connect"))
+    experience = object.__new__(Experience)
+    experience.rollouts, experience.buffer = rollouts, MagicMock()
+    experience._engines = WorkerEngines(MagicMock(), cast("Any", replays), MagicMock(), replacement)
+    experience.refit(1)
     between = [] if moves else ["quantum"]
     assert asked == ["connect", "refit", *between, "read", "serve"]

@@ -20,8 +20,9 @@ from dagrl.refit import RefitReport
 from dagrl.rl.rollout.rollouts import QuantumSize
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric
+from dagrl.run.engines import ReplayedRefit, mean_pause
 from dagrl.run.loops import grpo
-from dagrl.run.loops.grpo import exposed, mean_pause, refit, start_policy
+from dagrl.run.loops.grpo import exposed, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.replays import CountedReplay, Replays
@@ -95,7 +96,7 @@ def test_a_run_takes_a_reference_policy_only_for_a_penalty(penalty: float, kept:
 
 
 @pytest.mark.parametrize("resumed", ["", "sft", "grpo"])
-def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_grpo_begins(resumed: str) -> None:
     """After an SFT stage of 3 steps, resumed or not. A run resumed in GRPO restores its state instead."""
     done: list[Any] = []
     step = 5 if resumed == "grpo" else 3
@@ -112,9 +113,9 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         validate=lambda *, may_stop: {"may_stop": may_stop},
         evaluate=lambda *, may_stop: {"evaluated": may_stop},
         restore=done.append,
+        refit=lambda version: done.append(("refit", version)),
     )
     trainer: Any = SimpleNamespace(start=lambda: done.append("first"))
-    monkeypatch.setattr(grpo, "refit", lambda replays, experience, version: done.append(("refit", version)))
     start_policy(session, Stage("grpo", 3, 8, 0, val_at_start=True), experience, trainer)
     begins = ["first", ("refit", 3), ("grpo", {"may_stop": True, "evaluated": True}), "lap"]
     goes_on = [("refit", 5), counters, "lap"]
@@ -170,7 +171,7 @@ def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None
     sender = RefitReport(1, 16, 0, 9.0)
     reports = [RefitReport(1, 0, 8, 0.5), [RefitReport(1, 0, 8, 0.1, 2.0), sender], RefitReport(1, 0, 8, 0.2, 1.0)]
     replays: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
-    assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
+    assert ReplayedRefit(replays, MagicMock()).result() == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
     assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
 
 
