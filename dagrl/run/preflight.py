@@ -533,19 +533,16 @@ def _encoded(
 
 def check_media(config: Config, plan: RunPlan, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a run that does not train on images."""
-    policy = config.policy
-    layout = policy.train_layout
-    backends = {role_config(config, role).policy.backend for role in ("train", *plan.model_roles)}
-    scalar = plan.critic or (plan.learns_from == "preferences" and gives_scores(planned_algorithm(plan)))
-    settings = {
-        "critics and reward models read texts alone": scalar,
-        "Megatron workers take text alone; set policy.backend=fsdp": backends != {"fsdp"},
-        "their model is not split; set tensor_parallel_size, context_parallel_size and expert_parallel_size of "
-        "policy.fsdp_cfg to 1": max(layout.tp, layout.cp, layout.ep) > 1,
-    }
-    for advice, found in settings.items():
-        if found:
-            raise ConfigError(f"the run has images, but {advice}, or remove the images (data.images.enabled)")
+    layout, advice = config.policy.train_layout, ""
+    if plan.critic or (plan.learns_from == "preferences" and gives_scores(planned_algorithm(plan))):
+        advice = "critics and reward models read texts alone"
+    elif {role_config(config, role).policy.backend for role in ("train", *plan.model_roles)} != {"fsdp"}:
+        advice = "Megatron workers take text alone; set policy.backend=fsdp"
+    elif max(layout.tp, layout.cp, layout.ep) > 1:
+        sizes = "tensor_parallel_size, context_parallel_size and expert_parallel_size"
+        advice = f"their model is not split; set {sizes} of policy.fsdp_cfg to 1"
+    if advice:
+        raise ConfigError(f"the run has images, but {advice}, or remove the images (data.images.enabled)")
     if plan.generates and not gpus_per_worker(config.cluster) and _sees_images_whole(hf_config):
         raise ConfigError(
             f"the run has images, but in models of type {hf_config['model_type']!r} the tokens of an image see each "
