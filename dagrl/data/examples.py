@@ -175,7 +175,7 @@ def with_images(examples: Sequence[Example], folder: Path, config: DataConfig, s
             f"{source}: no row has an image in {config.image_key!r} (data.image_key); the columns are "
             f"{', '.join(examples[0].columns)}"
         )
-    if not any(map(_images_of(config), examples)):
+    if not any(_may_have_images(example, config) for example in examples):
         if unseen := next((name for name, value in examples[0].columns.items() if is_stored(value)), None):
             logger.warning("%s has images in %r that the model does not see; set data.image_key=%s", source, unseen, unseen)
         return list(examples)
@@ -185,15 +185,10 @@ def with_images(examples: Sequence[Example], folder: Path, config: DataConfig, s
         return keep_valid(read, lambda one: one.result(), config.invalid, source)
 
 
-def _images_of(config: DataConfig) -> Callable[[Example], bool]:
-    """Returns a function that says whether an example may have images."""
-
-    def has_images(example: Example) -> bool:
-        column = config.image_key is not None and example.columns.get(config.image_key) is not None
-        rejected = example.rejected is not None and has_images(example.rejected)
-        return column or rejected or any(isinstance(message.content, tuple) for message in example.messages)
-
-    return has_images
+def _may_have_images(example: Example, config: DataConfig) -> bool:
+    column = config.image_key is not None and example.columns.get(config.image_key) is not None
+    rejected = example.rejected is not None and _may_have_images(example.rejected, config)
+    return column or rejected or any(isinstance(message.content, tuple) for message in example.messages)
 
 
 def _with_images(example: Example, columns: Mapping[str, Json], folder: Path, config: DataConfig) -> Example:

@@ -209,12 +209,9 @@ class Talk:
         """Sends what was asked, and reads the next answer."""
         try:
             self._requests.flush()
-            return Answers(self._answers, self._remote).load()
+            return Answers(self._answers, lambda number: self._remotes.setdefault(number, Remote(self.ask, number))).load()
         except Exception as error:
             raise Lost(str(error)) from error
-
-    def _remote(self, number: int) -> Remote:
-        return self._remotes.setdefault(number, Remote(self.ask, number))
 
 
 def run_tests(tests: Sequence[str], answers: IO[bytes], requests: IO[bytes]) -> None:

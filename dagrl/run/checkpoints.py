@@ -145,18 +145,12 @@ def verify_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadl
         refs = [
             actor.__ray_call__.remote(_verify_share, checkpoint, share) for actor, share in zip(workers, shares, strict=True)
         ]
-        for damage in group.wait(refs, deadline, "verify_files"):
-            if damage is not None:
-                raise CheckpointError(damage)
+        group.wait(refs, deadline, "verify_files")
 
 
-def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> str | None:
-    """Runs in a worker. Returns a description of the damage instead of raising."""
-    try:
-        verify_files(checkpoint, files)
-    except CheckpointError as error:
-        return str(error)
-    return None
+def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> None:
+    """Runs in a worker."""
+    verify_files(checkpoint, files)
 
 
 def ranking_metric(config: Config, stage: str, metrics: Mapping[str, float]) -> float | None:

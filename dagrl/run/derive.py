@@ -363,7 +363,8 @@ def _set_batch(derived: Derived) -> None:
     config = derived.config
     if derived.generates:
         derived.set("policy.train_global_batch_size", samples_per_step(config), "one optimizer step for each batch")
-        if gpus_per_worker(config.cluster) and _needs_no_earlier_logprobs(derived.config):
+        one_step = derived.config.policy.train_global_batch_size == samples_per_step(config)
+        if gpus_per_worker(config.cluster) and config.algorithm == "grpo" and one_step:
             derived.set("loss_fn.force_on_policy_ratio", True, "GPUs: one optimizer step for each batch, so ratios are 1")
         if not _asks_for_sft(derived):
             derived.set("sft.max_num_steps", 0, "GRPO starts from the model as it is")
@@ -371,11 +372,6 @@ def _set_batch(derived: Derived) -> None:
         replicas = config.policy.train_layout.dp
         size = math.ceil(SFT_SEQUENCES / replicas) * replicas
         derived.set("policy.train_global_batch_size", size, "the usual size")
-
-
-def _needs_no_earlier_logprobs(config: Config) -> bool:
-    """Returns whether training finds the log-probabilities from before a batch's only step itself."""
-    return config.algorithm == "grpo" and config.policy.train_global_batch_size == samples_per_step(config)
 
 
 def _set_lengths(derived: Derived) -> None:
@@ -460,15 +456,11 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     if exceeds:
         kinds: list[str | bool] = ["none", "selective", "full", "offloaded"] if fsdp else [False, True]
         unsure = derived.generates or bool(model.unlike)  # engines take memory, too
-        fitting_kinds = (one for one in kinds[unsure:-1] if _fits(derived.config, recompute, one, model, parameters, memory))
-        found = next(fitting_kinds, kinds[-1])
+        policies = {kind: derived.config.with_keys({recompute: kind}).policy for kind in kinds[unsure:-1]}
+        needed = {kind: train_memory(policy, model, memory, parameters).total for kind, policy in policies.items()}
+        found = next((kind for kind, size in needed.items() if size <= 0.9 * memory), kinds[-1])
         if found not in ("none", False):
             derived.set(recompute, found, exceeds)
-
-
-def _fits(config: Config, key: str, value: object, model: Decoder, parameters: float, memory: float) -> bool:
-    """Whether a microbatch of training fits a GPU with this value of a key."""
-    return train_memory(config.with_keys({key: value}).policy, model, memory, parameters).total <= 0.9 * memory
 
 
 def gpu_memory() -> int:

@@ -81,7 +81,8 @@ class Decoder:
             "layer_types": "layers of several kinds",
             "layers_block_type": "layers of several kinds",
         }
-        unlike = [what for key, what in other.items() if sizes.get(key) and not _all_full(sizes[key])]
+        full = {key for key, kinds in sizes.items() if isinstance(kinds, list) and {*map(str, kinds)} == {"full_attention"}}
+        unlike = [what for key, what in other.items() if sizes.get(key) and key not in full]
         return cls(
             layers=layers,
             hidden=hidden,
@@ -133,10 +134,6 @@ def size_of(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
     """Returns a size of the model."""
     value = hf_config.get(key)
     return value if isinstance(value, int) else otherwise
-
-
-def _all_full(kinds: Json) -> bool:
-    return isinstance(kinds, list) and set(map(str, kinds)) == {"full_attention"}
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,9 @@ class Experience:
                 self.buffer.start(number)
             else:
                 number, (key,) = self.buffer.start(), self.sampler.take(1)
-            groups.append(self._new_group(number, key))
+            seeds = request_seeds(self._config.seed, number, self._config.grpo.num_generations_per_prompt)
+            prompt, cohort = self._prompts.train[key], self.buffer.version
+            groups.append(new_group(self._config, number, key, prompt, seeds, cohort))
         self.rollouts.start(*groups)
 
     def prepare(self, version: int) -> None:
@@ -355,11 +357,6 @@ class Experience:
         self.buffer.next_number = cast(int, counters["grpo_next_group"])
         self._dropped_before = Counter(cast("Mapping[str, int]", counters["grpo_dropped"]))
         self._again.extend((number, key) for number, key in cast("list[list[int]]", counters["grpo_untrained"]))
-
-    def _new_group(self, number: int, key: int) -> RolloutGroup:
-        config = self._config
-        seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
-        return new_group(config, number, key, self._prompts.train[key], seeds, cohort=self.buffer.version)
 
     def _score(self, complete: Sequence[RolloutGroup]) -> None:
         """Sends groups to the reward functions, which work on the first while later ones are decoded."""

@@ -218,7 +218,10 @@ class Rollouts:
         except WorkerError as error:
             self._replace(error, [quantum.partial()])
             return
-        learned = [_steps_to_learn_from(part, limit) for part, limit in zip(result.generated, steps, strict=True)]
+        learned = [  # 0 of a quantum that ended before its last step and the clock, as its requests did
+            part.engine_steps if part.engine_steps == limit or part.unfinished else 0
+            for part, limit in zip(result.generated, steps, strict=True)
+        ]
         self.quantum_size.record(learned, result.busy_s, result.overhead_s)
         self._take_all(result.generated)
 
@@ -300,11 +303,6 @@ def _arrived(quantum: Quantum) -> Mapping[int, Generated]:
         return dict(enumerate(quantum.result().generated))
     except WorkerError:
         return quantum.partial()
-
-
-def _steps_to_learn_from(part: Generated, steps: int) -> int:
-    """Returns the engine steps of a quantum that ran to its end or to the clock; 0 if its requests ended early."""
-    return part.engine_steps if part.engine_steps == steps or part.unfinished else 0
 
 
 def request_slots(max_num_seqs: int) -> int:
