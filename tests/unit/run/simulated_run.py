@@ -198,7 +198,7 @@ class Engines:
 
     def connect(self) -> None:
         """See `EngineReplacement`."""
-        assert not self.dead
+        assert not (self.absent and self.dead)
         self.absent.clear()
 
     def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
