@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dagrl.bench import workloads
 from dagrl.bench.generate.vllm import engine_arguments
 from dagrl.bench.harness import answer
@@ -25,7 +27,6 @@ ROWS = 512
 
 def work(steps: int, model: str, **order: Any) -> list[float]:
     """Returns the seconds of each step, which includes drawing and preparing its batch."""
-    import torch
     from transformers import TrainerCallback
 
     times: list[float] = []
@@ -50,8 +51,6 @@ def work(steps: int, model: str, **order: Any) -> list[float]:
 
 def trainer_arguments(output: str, steps: int, micro: int, sequences: int) -> dict[str, Any]:
     """Returns the arguments that both of TRL's configurations get: microbatches, float32 weights, and no files or logs."""
-    import torch
-
     return {
         "output_dir": output,
         "max_steps": steps,
@@ -141,8 +140,6 @@ def alternating(prompts: list[str], completions: list[str], **columns: Any) -> l
 
 def engine_share(case: RolloutCase, model: Path) -> float:
     """Returns the part of the GPU's memory that gives the engine its weights and `kv_bytes`, with 2 GiB to compute in."""
-    import torch
-
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     memory: int = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 8 << 30
     return (weights + case.kv_bytes + (2 << 30)) / memory
