@@ -1,7 +1,7 @@
 """One rank of the refit benchmark: holds its side of a case, transfers it by every method, and checks the result.
 
 All methods run in the same processes, over the same tensors. All ranks start at the same instant. After each turn every
-element of a destination is compared with its expected value (`refit_truth.py`).
+element of a destination is compared with its expected value (`refit_sides.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from dagrl.bench.refit_rivals import (
     copied_bytes_per_second,
     raw_bytes_per_second,
 )
-from dagrl.bench.refit_sides import Side, megatron_model, modules_side, vllm_side
-from dagrl.bench.refit_truth import clear, described, fill, wrong
+from dagrl.bench.refit_sides import Side, clear, described, fill, megatron_model, modules_side, vllm_side, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS
