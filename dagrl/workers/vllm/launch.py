@@ -302,9 +302,8 @@ def _compilation(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> 
         return {}
     ours: dict[str, Any] = {}
     if not on_gpu and hf_config.get("kv_lora_rank"):
-        ours["custom_ops"] = [
-            "-rotary_embedding"
-        ]  # vLLM 0.32's kernel for CPUs rotates one head of latent attention's queries
+        # The kernel of vLLM 0.32 for CPUs rotates one head alone of the queries of latent attention.
+        ours["custom_ops"] = ["-rotary_embedding"]
     if not vllm.enforce_eager and not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & configured.keys():
         ours["cudagraph_capture_sizes"] = capture_sizes(vllm.max_num_seqs)
     if not vllm.enforce_eager and on_gpu:
