@@ -51,6 +51,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"topk_method": "noaux_tc"},
     "glm_moe_dsa": {"topk_method": "noaux_tc"},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": {"global_head_dim": 64},
     "falcon": {"ffn_hidden_size": 512},
     "glm4_moe": {"head_dim": 32},
@@ -112,6 +113,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "output_gate_type": "silu",
     },
     "radio": {"video_temporal_patch_size": 2},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {
         "num_key_value_heads": 4,
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
@@ -157,7 +159,8 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
 
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # as of a loaded model
     generator = torch.Generator().manual_seed(seed)
-    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
+    vectors = (buffer for buffer in model.buffers() if buffer.ndim == 1)  # masks and decays are none
+    for tensor in dict.fromkeys([*model.parameters(), *vectors]):
         if tensor.is_floating_point():
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) / 8)
     return model

@@ -115,16 +115,15 @@ def main() -> None:
 
 def text_architectures() -> list[str]:
     """Returns the names that vLLM has models for, and those that its models of transformers' modules serve besides."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
     from vllm.model_executor.models import registry
 
     known, served = registry._TEXT_GENERATION_MODELS, registry._TRANSFORMERS_SUPPORTED_MODELS
     names = [*known, *(name for name, (_, built) in served.items() if "MultiModal" not in built)]
-    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} - registry._VLLM_MODELS.keys()):
-        built = getattr(transformers, name)
-        decodes = not hasattr(built.config_class, "is_decoder")  # others are encoders, or parts of models that have one
-        names += [name] if decodes and built.is_backend_compatible() else []
+    other = {*registry._VLLM_MODELS, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    for config, built in auto.MODEL_FOR_CAUSAL_LM_MAPPING.items():
+        decodes = not hasattr(config, "is_decoder")  # others are encoders, or parts of models that have one
+        names += [built.__name__] if built.__name__ not in other and decodes and built.is_backend_compatible() else []
     return names
 
 

@@ -299,6 +299,7 @@ ARCHITECTURES = [
     ("Gemma2ForCausalLM", "dp2", PACKED_ROWS),  # capped logits
     ("Gemma4ForCausalLM", "cp2", PACKED_ROWS),  # heads of two sizes
     ("GPT2LMHeadModel", "dp2", PACKED_ROWS),
+    ("Olmo2ForCausalLM", "tp2", PACKED_ROWS),  # norms after layers, and of all heads together
     ("HrmTextForCausalLM", "dp2", PACKED_ROWS),  # layers that run many times, parameters that files have joined
     ("OlmoHybridForCausalLM", "dp2", PADDED),  # linear attention
 ]
