@@ -2,22 +2,11 @@
 `ForkServer.call`."""
 
 import logging
-import logging.handlers
 import os
 import pickle
 import sys
-
-
-class Kept(logging.handlers.QueueHandler):
-    """Keeps records, in a form that can be pickled."""
-
-    def __init__(self) -> None:
-        self.records: list[logging.LogRecord] = []
-        super().__init__(self.records)  # type: ignore[arg-type]
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Keeps a record."""
-        self.records.append(record)
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 
 
 def main() -> None:
@@ -25,9 +14,9 @@ def main() -> None:
     sys.path[:], call = pickle.load(sys.stdin.buffer)  # noqa: S301
     output = os.dup(1)
     os.dup2(2, 1)
-    kept = Kept()
+    records: SimpleQueue[logging.LogRecord] = SimpleQueue()
     root = logging.getLogger()
-    root.handlers[:] = [kept]
+    root.handlers[:] = [QueueHandler(records)]
     root.setLevel(logging.INFO)
     answer: tuple[object, BaseException | None]
     try:
@@ -36,7 +25,7 @@ def main() -> None:
     except BaseException as error:
         answer = None, error
     with os.fdopen(output, "wb") as file:
-        pickle.dump((*answer, kept.records), file)
+        pickle.dump((*answer, [records.get() for _ in range(records.qsize())]), file)
 
 
 if __name__ == "__main__":
