@@ -1,7 +1,10 @@
-"""verl's SFT trainer, with one line changed: the losses are those of the trainer as it is."""
+"""verl's SFT trainer, with one line changed, has the losses of the trainer as it is. Installing dagrl adds nothing else."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,14 @@ def test_an_sft_trainer_of_verl_runs_with_one_line_changed(
             ray.util.remove_placement_group(group)
     assert len(losses[0]) == STEPS
     assert losses[1] == losses[0]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_installing_dagrl_changes_nothing_of_verls() -> None:
+    install = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-build-isolation", "--report", "-"]
+    done = subprocess.run([*install, str(ROOT)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    installed = [item["metadata"]["name"] for item in json.loads(done.stdout)["install"]]
+    assert installed == ["dagrl"]
