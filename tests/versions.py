@@ -50,10 +50,7 @@ import json, platform
 from dagrl.machine import package_versions
 print(json.dumps({{"python": platform.python_version(), **package_versions({SHOWN!r})}}))
 """
-HEAD = (
-    f"| environment | Python | {' | '.join(SHOWN)} | passed | seconds |",
-    f"|---|---|{'---|' * len(SHOWN)}---|---|",
-)
+HEAD = (f"| environment | Python | {' | '.join(SHOWN)} | passed | seconds |", f"|---|---|{'---|' * len(SHOWN)}---|---|")
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,7 @@ def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchan
         assert exchange == "auto" or float(line["timing_s/exchange"]) > 0  # type: ignore[arg-type]
 
 
-WAYS = {
-    "all weights": "policy.peft.enabled=false",
-    "adapters alone": "policy.peft={enabled: true, refit: adapters}",
-}
+WAYS = {"all weights": "policy.peft.enabled=false", "adapters alone": "policy.peft={enabled: true, refit: adapters}"}
 
 
 @pytest.fixture(scope="module", params=WAYS.values(), ids=list(WAYS))

@@ -57,12 +57,7 @@ def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, models: di
 @pytest.mark.parametrize(("precision", "difference"), [("float32", 1e-4), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("layout", [{}, pytest.param({DP: 2}, marks=two_gpus)], ids=str)
 def test_adapters_of_experts_are_close_to_peft(
-    layout: dict[str, int],
-    precision: str,
-    difference: float,
-    pool: MegatronPool,
-    models: dict[str, Path],
-    tmp_path: Path,
+    layout: dict[str, int], precision: str, difference: float, pool: MegatronPool, models: dict[str, Path], tmp_path: Path
 ) -> None:
     targets, experts = ("q_proj",), ("experts.gate_up_proj", "experts.down_proj")
     model, batch = models["qwen3_moe"], reference.make_batch()

@@ -35,13 +35,7 @@ def emptied(place: Place) -> object:
     return _refits(place, 6, verify="checksum", empties=(3, 4))
 
 
-def _refits(
-    place: Place,
-    versions: int,
-    verify: Verify,
-    moves: tuple[int, ...] = (),
-    empties: tuple[int, ...] = (),
-) -> int:
+def _refits(place: Place, versions: int, verify: Verify, moves: tuple[int, ...] = (), empties: tuple[int, ...] = ()) -> int:
     """Returns the number of versions that arrived.
 
     At the first version of `moves` the sender's tensors move, at the second the other's. At those of `empties` memory is

@@ -22,10 +22,7 @@ from tests.integration.test_megatron_lora import ALPHA, DIM
 from tests.integration.vllm_ranks import requests
 
 pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,

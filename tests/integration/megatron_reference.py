@@ -201,11 +201,7 @@ def make_batch(vocabulary: int = VOCABULARY, grpo: bool = False) -> Batch:
     positions = np.arange(WIDTH)[None, :]
     inside = positions < lengths[:, None]
     mask = (inside & (positions >= prompts[:, None])).astype(np.float32)
-    fields = {
-        "tokens": generator.integers(0, vocabulary, (ROWS, WIDTH)) * inside,
-        "lengths": lengths,
-        "loss_mask": mask,
-    }
+    fields = {"tokens": generator.integers(0, vocabulary, (ROWS, WIDTH)) * inside, "lengths": lengths, "loss_mask": mask}
     if grpo:
         fields |= {
             name: generator.normal(mean, 0.3, (ROWS, WIDTH)).astype(np.float32) * mask

@@ -91,10 +91,7 @@ class MultiWorkerFuture:
     """References of the workers that were called, and whose results count."""
 
     def __init__(
-        self,
-        futures: list[Any],
-        return_from_workers: list[int] | None = None,
-        called_workers: list[int] | None = None,
+        self, futures: list[Any], return_from_workers: list[int] | None = None, called_workers: list[int] | None = None
     ) -> None:
         self.futures, self.return_from_workers, self.called_workers = futures, return_from_workers, called_workers
 

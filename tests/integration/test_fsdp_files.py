@@ -32,11 +32,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("first", "others"), RESUMED, ids=["gemma3", "experts"])
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
-    first: Case,
-    others: list[Case],
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-    tmp_path: Path,
+    first: Case, others: list[Case], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     batch, directory, model = reference.make_batch(), str(tmp_path / "step-2"), tiny_models[first.model]
     config = first.config(model, scheduler=SCHEDULE)
@@ -100,10 +96,7 @@ def test_training_continues_unchanged_after_offloading(
     "case", [Case("gemma3", {DP: 2, CP: 2}), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}), Case("phi", {TP: 2})], ids=str
 )
 def test_transformers_loads_an_export_with_equal_logits(
-    case: Case,
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-    tmp_path: Path,
+    case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -130,11 +123,7 @@ def test_transformers_loads_an_export_with_equal_logits(
 
 
 @pytest.mark.parametrize("case", [Case("qwen3", {DP: 2, CP: 2}, packed=True), Case("gemma3", {TP: 2})], ids=str)
-def test_a_critic_is_plain_torchs(
-    case: Case,
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-) -> None:
+def test_a_critic_is_plain_torchs(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     batch, config = value_batch(), case.config(tiny_models[case.model], optimizer=UNCLIPPED)
     deviation = json.loads((tiny_models[case.model] / "config.json").read_text())["initializer_range"]
     head = torch.empty(1, 64).normal_(0, deviation, generator=torch.Generator().manual_seed(config.seed))

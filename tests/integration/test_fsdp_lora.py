@@ -118,12 +118,7 @@ def test_a_refit_of_adapters_sends_both_factors_whole(
             "no weight of experts .* expected experts.gate_up_proj, experts.d",
         ),
         ("qwen3", {}, {"target_parameters": ["down_proj"]}, "the model has no experts that can have adapters"),
-        (
-            "qwen3_moe",
-            {DP: 2},
-            {"target_modules": ["down_proj"]},
-            "down_proj', which no linear layer outside",
-        ),
+        ("qwen3_moe", {DP: 2}, {"target_modules": ["down_proj"]}, "down_proj', which no linear layer outside"),
     ],
 )
 def test_adapters_that_do_not_fit_are_an_error_before_workers_start(

@@ -206,11 +206,7 @@ OFFLOADED = [
 
 @pytest.mark.parametrize(("model", "layout", "policy"), OFFLOADED)
 def test_training_continues_unchanged_after_offloading(
-    model: str,
-    layout: ParallelLayout,
-    policy: dict[str, Any],
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
+    model: str, layout: ParallelLayout, policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     batch, config = reference.make_batch(), reference.make_config(tiny_models[model], **policy)
     with megatron_pool.group(layout, config) as group:

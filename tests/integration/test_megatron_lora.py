@@ -212,11 +212,7 @@ def test_a_refit_of_adapters_alone_sends_those_of_the_export(
 
 RESUMED = [
     pytest.param(
-        "qwen3_tied",
-        (ParallelLayout(tp=2, pp=2), {}),
-        (ParallelLayout(dp=2), SHARDED),
-        id="dense",
-        marks=pytest.mark.slow,
+        "qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), id="dense", marks=pytest.mark.slow
     ),
     pytest.param("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), id="experts"),
 ]
@@ -224,12 +220,7 @@ RESUMED = [
 
 @pytest.mark.parametrize(("model", "first", "second"), RESUMED)
 def test_a_run_resumes_in_another_layout(
-    model: str,
-    first: Any,
-    second: Any,
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-    tmp_path: Path,
+    model: str, first: Any, second: Any, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     batch, directory = reference.make_batch(), tmp_path / "saved"
     configs = [config_of(tiny_models[model], None, DENSE, {}, **keys) for _, keys in (first, second)]

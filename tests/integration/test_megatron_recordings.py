@@ -170,10 +170,7 @@ class RecordedOps(TorchDispatchMode):
                     here.copy_(there)
 
 
-@pytest.mark.parametrize(
-    ("model", "dense"),
-    [pytest.param("qwen3_moe_mixed", 1, marks=pytest.mark.slow), ("glm4_moe", 0)],
-)
+@pytest.mark.parametrize(("model", "dense"), [pytest.param("qwen3_moe_mixed", 1, marks=pytest.mark.slow), ("glm4_moe", 0)])
 def test_steps_of_recorded_experts_match_plain_ones(
     model: str, dense: int, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,9 +96,7 @@ def test_a_warm_up_changes_nothing(sharded: bool, megatron_pool: MegatronPool, t
 
 
 @pytest.mark.parametrize(
-    ("layout", "microbatches"),
-    [(ParallelLayout(), 3), (ParallelLayout(pp=2, vpp=2), 4)],
-    ids=["single", "pp2vpp2"],
+    ("layout", "microbatches"), [(ParallelLayout(), 3), (ParallelLayout(pp=2, vpp=2), 4)], ids=["single", "pp2vpp2"]
 )
 def test_a_warm_up_runs_few_microbatches(
     layout: ParallelLayout, microbatches: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]

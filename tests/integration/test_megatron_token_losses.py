@@ -19,10 +19,7 @@ from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, train
 from tests.unit.rl import test_losses as formulas
 
-LAYOUTS = {
-    "tp2-packed": (ParallelLayout(tp=2), PACKED),
-    "cp2-packed": (ParallelLayout(cp=2), PACKED),
-}
+LAYOUTS = {"tp2-packed": (ParallelLayout(tp=2), PACKED), "cp2-packed": (ParallelLayout(cp=2), PACKED)}
 NAMES = ("dual clip", "gspo", "cispo", "reinforce", "distill")
 
 

@@ -153,10 +153,7 @@ def test_a_critic_resumes_in_another_layout(
         group.call("load_checkpoint", directory)
         np.testing.assert_allclose(own_values(group, batch), values, atol=1e-5)
         assert train(group, batch, "value")["loss"] == pytest.approx(step["loss"], abs=1e-5)
-    with (
-        megatron_pool.group(ParallelLayout(), config) as group,
-        pytest.raises(WorkerError, match="model scalar = True"),
-    ):
+    with megatron_pool.group(ParallelLayout(), config) as group, pytest.raises(WorkerError, match="model scalar = True"):
         group.call("load_checkpoint", directory)
 
 

@@ -69,9 +69,7 @@ def test_a_worker_passes_results_to_itself_without_a_transport(group: WorkerGrou
         assert scheduler.replay(to_itself, 40).result() == (42,)
 
 
-def test_an_actor_without_a_second_thread_for_rays_engine_is_an_error_that_says_how_to_make_it(
-    cluster: None,
-) -> None:
+def test_an_actor_without_a_second_thread_for_rays_engine_is_an_error_that_says_how_to_make_it(cluster: None) -> None:
     actor = ray.remote(num_cpus=0)(FakeWorker).remote(None, None)
     group = WorkerGroup.from_actors([actor], ParallelLayout())
     with Scheduler([group], SchedulerOptions(fallback="error", engine="ray")) as scheduler:

@@ -87,11 +87,7 @@ def test_equal_images_share_a_prefix_and_others_of_their_size_do_not(
             [(made, hits)] = engine.on_all(vllm_calls.generate_with_hits, batch)
             rows.append((prompt, made.request(0), hits))
     length, first = len(prompts[0].tokens), int(np.flatnonzero(prompts[0].media.tokens)[0])  # type: ignore[union-attr]
-    assert BLOCK < first and [hits for *_, hits in rows] == [
-        [0],
-        [(length - 1) // BLOCK * BLOCK],
-        [first // BLOCK * BLOCK],
-    ]
+    assert BLOCK < first and [hits for *_, hits in rows] == [[0], [(length - 1) // BLOCK * BLOCK], [first // BLOCK * BLOCK]]
     for (_, row, _), number in zip(rows, (0, 0, 3), strict=True):
         turns = [{"role": "user", "content": [text(QUESTION), {"type": "image", "image": picture(number)}, text(QUESTION)]}]
         inputs = processor_of(family).apply_chat_template(

@@ -42,11 +42,7 @@ def hosts_of(row: RefitMapping) -> list[int]:
     return [rank // 8 for rank in range(train)] + [-(-train // 8) + rank // 8 for rank in range(generation)]
 
 
-FULL_IN_CI = {
-    "4b-dp2pp2tp2-to-tp4dp2",
-    "30b-dp2pp2tp2ep4etp1-to-tp8dp2",
-    "4b-dp4tp2-to-tp4dp2-fp8",
-}
+FULL_IN_CI = {"4b-dp2pp2tp2-to-tp4dp2", "30b-dp2pp2tp2ep4etp1-to-tp8dp2", "4b-dp4tp2-to-tp4dp2-fp8"}
 """One of each kind of model."""
 
 

@@ -112,11 +112,7 @@ def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Pa
     family, policy = CASES[case]
     keys = {
         "algorithm": "sft",
-        "policy": {
-            "train_global_batch_size": len(BATCH),
-            "optimizer": OPTIMIZER,
-            **policy,
-        },
+        "policy": {"train_global_batch_size": len(BATCH), "optimizer": OPTIMIZER, **policy},
         "sft": {"max_num_steps": STEPS},
         "data": {"val_fraction": 0, "shuffle": False},
         "checkpointing": {"enabled": False, "export_hf": case.startswith("Gemma")},

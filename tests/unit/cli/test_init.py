@@ -65,10 +65,7 @@ def test_every_key_in_a_comment_exists(reward: str, tmp_path: Path) -> None:
         (["--model", "m", "--data", "there.yaml", "--reward", ""], "model: there is no 'm' (relative to "),
         (["--model", "no/model", "--data", "there.yaml", "--reward", ""], "model: there is no 'no/model'"),
         (["--model", ".", "--data", "no/data", "--reward", ""], "data: there is no 'no/data'"),
-        (
-            ["--model", ".", "--data", "data/no.jsonl", "--reward", ""],
-            "expected: a JSONL file, a dataset on disk",
-        ),
+        (["--model", ".", "--data", "data/no.jsonl", "--reward", ""], "expected: a JSONL file, a dataset on disk"),
         (["--model", ".", "--data", "there.yaml", "--reward", "no_task:reward"], "reward: there is no module 'no_task'"),
     ],
 )
@@ -178,10 +175,7 @@ def test_versions_outside_the_pins_get_advice() -> None:
     [
         ({"cupy-cuda13x": "14.2"}, []),
         ({"cupy-cuda12x": "14.2"}, ["NCCL channels need cupy-cuda13x; install it instead"]),
-        (
-            {"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"},
-            ["they overwrite each other; uninstall both, install one"],
-        ),
+        ({"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"}, ["they overwrite each other; uninstall both, install one"]),
         ({}, []),
     ],
 )

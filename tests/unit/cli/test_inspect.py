@@ -27,10 +27,7 @@ from tests.unit.refit.weight_reference import VllmRank, vllm_weight_slices
 
 ROOT = Path(__file__).parents[3]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
-GENERATION_DP2_TP2 = [
-    "policy.generation.vllm_cfg.data_parallel_size=2",
-    "policy.generation.vllm_cfg.tensor_parallel_size=2",
-]
+GENERATION_DP2_TP2 = ["policy.generation.vllm_cfg.data_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
 PARAMETERS = 2 * 16 * 64 + 64 + 2 * (64 * (2 * 4 + 2 * 2) * 32 + 2 * 32 + 3 * 256 * 64 + 2 * 64)
 """The quickstart's Qwen3: embedding, head, final norm; per layer q, o, k, v, their norms, gate, up, down, norms."""
 

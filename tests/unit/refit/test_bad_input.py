@@ -89,12 +89,7 @@ def target(dtype: str, scales: bool) -> WeightSlice:
 @pytest.mark.parametrize(
     ("sent", "dtype", "scales", "message"),
     [
-        (
-            "float8_e4m3fn",
-            "bfloat16",
-            False,
-            "'p' is float8_e4m3fn in the sources and cannot become bfloat16 without",
-        ),
+        ("float8_e4m3fn", "bfloat16", False, "'p' is float8_e4m3fn in the sources and cannot become bfloat16 without"),
         ("bfloat16", "float8_e4m3fn", False, "cannot become float8_e4m3fn without scales in tensor 't'"),
         ("int64", "float8_e4m3fn", True, "'p' is int64 in the sources and cannot become float8_e4m3fn"),
         ("bfloat16", "int32", False, "cannot become int32"),

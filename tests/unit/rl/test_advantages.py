@@ -35,10 +35,7 @@ def test_the_baseline_is_the_mean_of_the_group_and_the_scale_its_sample_deviatio
 
 @pytest.mark.parametrize(
     ("rewards", "message"),
-    [
-        ([[1.0], [0.0]], "num_generations_per_prompt"),
-        ([[1.0, 0.0], [float("nan"), 0.0]], "prompt 1, generation 0 is nan"),
-    ],
+    [([[1.0], [0.0]], "num_generations_per_prompt"), ([[1.0, 0.0], [float("nan"), 0.0]], "prompt 1, generation 0 is nan")],
 )
 def test_rewards_without_advantages_are_an_error(rewards: list[list[float]], message: str) -> None:
     with pytest.raises(DataError, match=message):

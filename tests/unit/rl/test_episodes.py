@@ -387,11 +387,7 @@ def test_a_dense_model_is_rejected() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    cohorts=st.lists(st.integers(0, 3), max_size=40),
-    shards=st.integers(1, 4),
-    slots=st.integers(1, 8),
-)
+@given(cohorts=st.lists(st.integers(0, 3), max_size=40), shards=st.integers(1, 4), slots=st.integers(1, 8))
 def test_requests_of_lower_cohorts_go_first_and_evenly(cohorts: list[int], shards: int, slots: int) -> None:
     loads = [ShardLoad(slots) for _ in range(shards)]
     sent = dispatch(dict(enumerate(cohorts)), loads)

@@ -25,12 +25,7 @@ from dagrl.data.tokenization import Prompt
 from dagrl.errors import PhaseError, StopRequestedError, WorkerFailure
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.functions.answers import Failed
-from dagrl.rl.generation import (
-    FinishedRequest,
-    RequestProgress,
-    pack_generated,
-    quantum_steps,
-)
+from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_steps
 from dagrl.rl.rewards import Rewards, SampleReward, check_failures
 from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.engines import PromptData
@@ -371,13 +366,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: Config,
-        seed: int,
-        *,
-        stop_at: int | None = None,
-        resumed: Checkpoint | None = None,
-        dying: float = 0.0,
+        self, config: Config, seed: int, *, stop_at: int | None = None, resumed: Checkpoint | None = None, dying: float = 0.0
     ) -> None:
         self.config, self.world, self.engines = config, World(seed), Engines(config, dying, seed)
         self.trained: dict[int, list[ScoredGroup]] = {}

@@ -270,7 +270,7 @@ def test_the_sketch_changes_by_the_change_of_an_element() -> None:
 def test_golden_runs_of_this_release_can_be_read() -> None:
     runs = sorted(path for path in SHIPPED.iterdir() if path.is_dir())
     assert {path.name for path in runs} == {
-        *("sft_megatron", "sft_fsdp", "sft_tp2", "grpo_megatron", "grpo_fsdp", "grpo_async", "grpo_lora"),
+        *("sft_megatron", "sft_fsdp", "sft_tp2", "grpo_megatron", "grpo_fsdp", "grpo_async", "grpo_lora")
     }
     several: dict[str, bool] = {}
     for run in runs:

@@ -118,8 +118,7 @@ def test_weights_on_another_host_are_an_error(tmp_path: Path, background: bool) 
     checkpoints, writers = make(tmp_path, background)
     writers.elsewhere = tmp_path / "of_another_host"
     with pytest.raises(
-        CheckpointError,
-        match=r"step_00000001\.tmp/train, but the driver does not find it: their hosts do not share",
+        CheckpointError, match=r"step_00000001\.tmp/train, but the driver does not find it: their hosts do not share"
     ):
         save(checkpoints, 1)
         checkpoints.save_last()

@@ -128,10 +128,7 @@ class RecordedGroup:
     [
         ([], [("train", "starts"), ("train", "offload"), ("generation", "starts")]),
         (["start_together=true"], [("generation", "starts"), ("train", "starts")]),
-        (
-            ["start_together=true", "exchange=always"],
-            [("generation", "starts"), ("train", "starts"), ("train", "offload")],
-        ),
+        (["start_together=true", "exchange=always"], [("generation", "starts"), ("train", "starts"), ("train", "offload")]),
         (["exchange=never"], [("generation", "starts"), ("train", "starts")]),
     ],
 )

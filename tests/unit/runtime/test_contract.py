@@ -86,10 +86,7 @@ EXPECTED = r"expected save\(directory: str, state: dict\[str, int\], background:
         (Waits, rf"save is an `async def`; {EXPECTED}, a plain `def`"),
         (NotAMethod, rf"save is of type int; {EXPECTED}"),
         (BadHooks, r"setup is setup\(\) -> None; expected setup\(address: str\) -> None \(WorkerHooks\)"),
-        (
-            BadHooks,
-            r"environment is environment\(self, config: object\) .*; expected static environment\(config: Any\)",
-        ),
+        (BadHooks, r"environment is environment\(self, config: object\) .*; expected static environment\(config: Any\)"),
         (
             BadConstructor,
             r"its constructor is BadConstructor\(config: object\).*; expected BadConstructor\(context, config\)",

@@ -104,9 +104,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     loop.start.close()
 
 
-def test_an_unreadable_value_ends_the_loop_and_frees_the_workers_peers(
-    running: Running,
-) -> None:
+def test_an_unreadable_value_ends_the_loop_and_frees_the_workers_peers(running: Running) -> None:
     running.send(Unreadable())
     with pytest.raises(EdgeClosedError):
         running.receive()
@@ -134,9 +132,7 @@ def test_an_unpicklable_result_is_a_failure_and_the_loop_goes_on(monkeypatch: py
 
 
 @pytest.mark.parametrize("closes", [lambda one: one.start.close(), lambda one: one.readers[0].close(), None])
-def test_closing_an_edge_ends_the_loop_silently(
-    closes: Callable[[Running], None] | None,
-) -> None:
+def test_closing_an_edge_ends_the_loop_silently(closes: Callable[[Running], None] | None) -> None:
     """None: the loop is told to end."""
     running = Running([node(0, [None], NEAR)], EdgeSpec(ROOM, 2, near=(0,)))
     running.send(7)

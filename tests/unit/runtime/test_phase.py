@@ -245,10 +245,7 @@ def test_async_methods_are_traced_as_plain_ones() -> None:
         (lambda train, x: train.map("pair", x, [x]), "train.pair: the constant .* contains a Input"),
         (lambda train, x: train.reduce("total", x), r"given .*Input.*, which is not from a map, reduce or join"),
         (lambda train, x: train[4].map("forward", x), r"train\[4\] is outside a shard of 4 workers"),
-        (
-            lambda train, x: train[len(train) :].map("forward", x),
-            r"\(4, None, None\) selects none of the 4 train workers",
-        ),
+        (lambda train, x: train[len(train) :].map("forward", x), r"\(4, None, None\) selects none of the 4 train workers"),
     ],
 )
 def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words: str) -> None:

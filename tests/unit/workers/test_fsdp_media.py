@@ -422,10 +422,7 @@ def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "reward models": ({"algorithm": "reward_model"}, "critics and reward models read texts alone"),
     "tensor parallelism": ({"policy": {"fsdp_cfg": {"tensor_parallel_size": 2}}}, "their model is not split"),
-    "Megatron": (
-        {"policy": {"backend": "megatron"}},
-        "Megatron workers take text alone; set policy.backend=fsdp",
-    ),
+    "Megatron": ({"policy": {"backend": "megatron"}}, "Megatron workers take text alone; set policy.backend=fsdp"),
     "Gemma 3 in vLLM on CPUs": (
         {
             "algorithm": "grpo",

@@ -82,12 +82,7 @@ def config_of(policy: dict[str, Any]) -> Config:
 
 
 QWEN3: dict[str, Json] = {"model_type": "qwen3", **SIZES}
-LFM2: dict[str, Json] = {
-    **QWEN3,
-    "model_type": "lfm2",
-    "num_hidden_layers": 2,
-    "layer_types": ["conv", "full_attention"],
-}
+LFM2: dict[str, Json] = {**QWEN3, "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
     "unknown": ({}, {"model_type": "bert2"}, "transformers does not know model_type 'bert2'"),
     "remote code": (

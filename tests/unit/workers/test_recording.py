@@ -90,11 +90,7 @@ LOADERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Load]] = {
     "scaled and transposed": ((2, 4), (4, 3), lambda model, w: model.weight.data.copy_((w[:, :2] * 0.5).t())),
     "a cast that rounds": ((4, 4), (4, 4), lambda model, w: model.weight.data.copy_((w / 3).to(torch.float16))),
     "a cast that does not": ((4, 4), (4, 4), lambda model, w: model.weight.data.copy_(w.to(torch.float64)[:4])),
-    "padding of zeros": (
-        (6, 4),
-        (4, 4),
-        lambda model, w: [model.weight.data[:4].copy_(w), model.weight.data[4:].fill_(0)],
-    ),
+    "padding of zeros": ((6, 4), (4, 4), lambda model, w: [model.weight.data[:4].copy_(w), model.weight.data[4:].fill_(0)]),
 }
 COMPUTED = {"de-interleaved rows", "stacked", "a loaded value computed in place", "one more"}
 COMPUTED |= {"scaled and transposed", "a cast that rounds"}

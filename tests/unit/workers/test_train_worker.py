@@ -23,10 +23,7 @@ from tests.integration import megatron_reference as reference
 
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
-WAYS = {
-    "rows": {},
-    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}},
-}
+WAYS = {"rows": {}, "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}}}
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +171,7 @@ def test_the_reference_policy_keeps_its_weights(make: Make) -> None:
 
 
 def test_a_checkpoint_continues_bit_for_bit(make: Make, tmp_path: Path) -> None:
-    batch, worker = (
-        reference.make_batch(),
-        make(scheduler={"lr_decay_style": "linear", "lr_decay_iters": 5}),
-    )
+    batch, worker = (reference.make_batch(), make(scheduler={"lr_decay_style": "linear", "lr_decay_iters": 5}))
     worker.train_step(batch, "likelihood")
     worker.save_checkpoint(str(tmp_path / "saved"))
     went_on = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
