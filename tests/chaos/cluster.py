@@ -51,11 +51,9 @@ class Cluster:
             self._start_raylet(1)
 
     def pids(self) -> list[int]:
-        """Returns all processes of both hosts."""
         return [pid for name in self._hosts.names for pid in _pids(name)]
 
     def close(self) -> None:
-        """Ends the cluster and the hosts."""
         self._stop()
         self._hosts.close()
 

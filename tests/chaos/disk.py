@@ -29,7 +29,6 @@ class Disk:
         _run("mount", "-o", "loop", str(image), str(path))
 
     def close(self) -> None:
-        """Unmounts and removes it."""
         _run("umount", str(self.path))
         self.image.unlink()
 

@@ -31,8 +31,6 @@ class NotNowError(Exception):
 
 
 class Victim(Protocol):
-    """What faults see of a run."""
-
     directory: Path
     disk: Disk | None
     relay: Relay | None

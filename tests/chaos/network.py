@@ -47,7 +47,6 @@ class Hosts:
         self.relay = Relay(ends)
 
     def close(self) -> None:
-        """Ends the relay and removes the namespaces."""
         self.relay.close()
         for name in self.names:
             _ip("netns", "del", name)
@@ -74,7 +73,6 @@ class Relay:
                 self._how[name].value = 0.0
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.join()
 

@@ -58,7 +58,6 @@ class Row:
     wrong: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
-        """Returns the row without empty fields."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "", [])}
 
 
@@ -98,7 +97,6 @@ class Trial:
         return self.run.pids(word)
 
     def stopped(self) -> bool:
-        """Whether the driver has ended."""
         return self.run.process.poll() is not None
 
     def second(self) -> subprocess.Popen[str]:
@@ -109,7 +107,6 @@ class Trial:
         return subprocess.Popen(command[begin:], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def launch(self, *more: str) -> None:
-        """Starts the command."""
         usual = self.clock.environment if self.clock else {}
         prefix, extra, environment = ((), (), usual) if self.cluster is None else self.cluster.ready()
         arguments = (*self.scenario.arguments(), *extra, *more)
@@ -247,7 +244,6 @@ class Trial:
         self.end()
 
     def _left(self) -> list[str]:
-        """Returns what the command left behind."""
         run = self.run
         self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
         left = [f"process {process.pid} {process.name} ({_doing(process.pid)})" for process in run.left_processes()]
@@ -256,7 +252,6 @@ class Trial:
         return [f"left behind: {', '.join(left)}"] if left else []
 
     def end(self) -> None:
-        """Kills what still runs."""
         with suppress(OSError):
             self.run.end()
 

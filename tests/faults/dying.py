@@ -39,7 +39,6 @@ def died_at(directory: Path, place: str) -> float:
 
 
 def die_if_asked(place: str, version: int) -> None:
-    """Kills this process if its death was requested."""
     wish = Path(os.environ[DEATHS]) / f"{place}.{version}"
     if wish.exists():
         wish.write_text(repr(time.time()))

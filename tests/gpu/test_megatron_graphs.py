@@ -26,7 +26,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def recorded(item: Case) -> Case:
-    """Returns the case with CUDA graphs enabled."""
     item.megatron.update(GRAPHS)
     return item
 

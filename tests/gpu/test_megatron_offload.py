@@ -56,7 +56,6 @@ BATCH = train_batch(4, 512, VOCABULARY)
 
 
 def held(worker: MegatronWorker) -> list[torch.Tensor]:
-    """Returns copies of weights and optimizer state."""
     trainer = worker.backend().model
     return [tensor.clone() for tensor in (*trainer.state("weights"), *trainer.state("optimizer"))]
 

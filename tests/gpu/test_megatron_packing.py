@@ -65,7 +65,6 @@ def test_attention_kernels_agree_with_plain_math(size: int, rank: int, heads: tu
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Relative norm of the difference."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 

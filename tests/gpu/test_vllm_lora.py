@@ -124,7 +124,6 @@ def make_adapters(base: Any, directory: Path, seed: int) -> dict[str, torch.Tens
 
 
 def merged_parameters(base: Any, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the base model's parameters with the adapters."""
     merged = {name: part.detach() for name, part in base.named_parameters()}
     for name, a in adapters.items():
         module, ending, _ = name.partition(".lora_A.weight")

@@ -18,11 +18,9 @@ class TestedWorker(FsdpWorker):
         return self._boxes(lambda parameter: parameter.grad)
 
     def weights(self) -> list[tuple[str, Box, Any]]:
-        """Returns name, box and values of this rank's weights."""
         return self._boxes(lambda parameter: parameter)
 
     def sent(self) -> dict[str, Any]:
-        """Returns the tensors that a refit sends."""
         backend = self.backend()
         with backend.sending():
             return {name: tensor.float().cpu().numpy() for name, tensor in backend.sent_tensors().items()}
@@ -51,14 +49,10 @@ class TestedWorker(FsdpWorker):
 
 
 class TestedValueWorker(FsdpValueWorker):
-    """A critic worker."""
-
     __test__ = False
 
 
 class TestedTeacherWorker(FsdpTeacherWorker):
-    """A teacher worker."""
-
     __test__ = False
 
 

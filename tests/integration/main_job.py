@@ -129,12 +129,10 @@ class Run:
 
     @property
     def shown(self) -> str:
-        """What the terminal shows now."""
         return screen(b"".join(self._shown).decode(errors="replace"))
 
     @property
     def metrics(self) -> list[Metrics]:
-        """The lines of `metrics.jsonl` by now."""
         path = self.directory / "metrics.jsonl"
         return list(read_metrics(path)) if path.exists() else []
 
@@ -148,15 +146,12 @@ class Run:
         self.notice()
 
     def wait_for_step(self, step: int) -> None:
-        """Returns when `step` has been recorded."""
         self.wait_until(lambda: any(line["step"] >= step for line in self.metrics), f"step {step}")
 
     def wait_for_text(self, text: str) -> None:
-        """Returns when `text` has been drawn."""
         self.wait_until(lambda: text in self.drawn, f"{text!r} on the terminal")
 
     def interrupt(self) -> None:
-        """Presses Ctrl-C."""
         self.notice()
         os.write(self._terminal, b"\x03")
 
@@ -168,7 +163,6 @@ class Run:
         os.close(terminal)
 
     def finish(self, timeout_s: float = 2 * PATIENCE_S) -> int:
-        """Waits for the end, and returns the exit code."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.shown}"
@@ -193,7 +187,6 @@ class Run:
         return [process.pid for process in descendants(self.process.pid) if re.search(pattern, command_line(process.pid))]
 
     def left_processes(self) -> list[Process]:
-        """Returns the processes of this command that still run."""
         left = of_session(self.process.pid) | self.seen & set(processes().values())
         return sorted(left, key=lambda process: process.pid)
 
@@ -256,12 +249,10 @@ def copy_run(source: Path, target: Path, last_step: int) -> None:
 
 
 def untimed(lines: Sequence[Metrics]) -> list[Metrics]:
-    """Returns metrics without times."""
     return [{name: value for name, value in line.items() if not is_measured(name)} for line in lines]
 
 
 def processes() -> dict[int, Process]:
-    """Returns all processes of this machine but zombies."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[1] != "Z":
@@ -270,7 +261,6 @@ def processes() -> dict[int, Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Returns the process and its descendants."""
     everyone = processes()
     children: dict[int, list[int]] = {}
     for other in everyone:

@@ -38,7 +38,6 @@ class Group:
     layout: ParallelLayout
 
     def start(self, rank: int, method: str, *args: Any, warmup: Warmup = False, **kwargs: Any) -> None:
-        """Starts a call on one worker."""
         self.connections[rank].send((method, args, kwargs, warmup))
 
     def finish(self, rank: int, timeout_s: float = 120.0) -> Any:
@@ -77,7 +76,6 @@ class MegatronPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, which must be idle."""
         return Group(self.connections, ParallelLayout(dp=len(self.connections))).call("pid")
 
     @contextmanager

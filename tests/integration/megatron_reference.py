@@ -317,7 +317,6 @@ def _flat(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Any]:
 
 
 def _distance(found: Any, expected: Any) -> float:
-    """Relative norm of the difference."""
     difference = np.linalg.norm(np.subtract(found, expected, dtype=np.float64))
     return float(difference / np.linalg.norm(expected)) if difference else 0.0
 

@@ -35,7 +35,6 @@ class TestedWorker(MegatronWorker):
     __test__ = False
 
     def megatron(self) -> MegatronBackend:
-        """Returns the backend."""
         backend = self.backend()
         assert isinstance(backend, MegatronBackend)
         return backend
@@ -94,7 +93,6 @@ class TestedWorker(MegatronWorker):
         self.config = self.trainer.settings = self.config.model_copy(update={"policy": section})
 
     def set_loss(self, **keys: Any) -> None:
-        """Replaces keys of `loss_fn`."""
         self.config = self.config.model_copy(update={"loss_fn": self.config.loss_fn.model_copy(update=keys)})
 
     def weights(self) -> list[tuple[str, Box, Any]]:
@@ -122,7 +120,6 @@ class TestedWorker(MegatronWorker):
         return self._boxes({name: states[parameter]["exp_avg"] for name, parameter in parameters.items()})
 
     def recordings(self) -> int:
-        """Returns the number of recorded microbatch shapes."""
         from dagrl.workers.megatron.cuda_graphs import RecordedPasses
 
         way = self.trainer.model_pass
@@ -130,7 +127,6 @@ class TestedWorker(MegatronWorker):
         return way.count
 
     def shorten_checkpoints(self, seconds: float) -> None:
-        """Sets the deadline for writing checkpoints."""
         timeouts = self.config.timeouts.model_copy(update={"checkpoint_s": seconds})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
@@ -215,7 +211,6 @@ class TestedWorker(MegatronWorker):
         return {f"{type(inner).__module__}.{type(inner).__name__}" for inner in trainer.inner_optimizers()}
 
     def reseed(self, seed: int) -> None:
-        """Sets random states that differ from every checkpoint's."""
         import torch
 
         torch.manual_seed(seed)
@@ -227,7 +222,6 @@ class TestedWorker(MegatronWorker):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def hold_writing(self, marker: str) -> None:
-        """Delays writing the next checkpoint until `marker` exists."""
         from dagrl.workers.train import checkpoint
 
         save = checkpoint.save
@@ -294,7 +288,6 @@ class TestedWorker(MegatronWorker):
         return getattr(self, method)(*args)
 
     def export_in_files(self, directory: str, file_bytes: int) -> None:
-        """Runs `export_hf` with files of at most `file_bytes`."""
         from dagrl.workers.train import hf_export
 
         usual, hf_export.FILE_BYTES = hf_export.FILE_BYTES, file_bytes

@@ -37,7 +37,6 @@ class NotingWorker:
         return self.note(text, 0.02)
 
     def done(self) -> list[str]:
-        """Returns what was called since it was last asked."""
         done, self.history = self.history, []
         return done
 
@@ -74,8 +73,6 @@ class NamedSharding:
 
 
 class BatchedDataDict(UserDict):  # type: ignore[type-arg]
-    """Tensors and lists with one row each."""
-
     def shard_by_batch_size(self, shards: int, batch_size: int | None = None, **_: Any) -> list[BatchedDataDict]:
         cut = {name: tensor.chunk(shards) for name, tensor in self.items()}
         return [BatchedDataDict({name: parts[shard] for name, parts in cut.items()}) for shard in range(shards)]

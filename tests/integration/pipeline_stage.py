@@ -44,7 +44,6 @@ class RecordedStage(TorchStage):
         return super().optimizer_step(total)
 
     def restart(self) -> None:
-        """Weights and optimizer as they were at the start."""
         self.setup("")
 
     def recorded(self) -> tuple[list[tuple[str, int]], int, list[np.ndarray], list[np.ndarray]]:
@@ -60,7 +59,6 @@ def gradients_of(layers: nn.Module, clip: float | None) -> list[np.ndarray]:
 
 
 def weights_of(layers: nn.Module) -> list[np.ndarray]:
-    """Returns copies of all parameters."""
     return [parameter.detach().cpu().numpy().copy() for parameter in layers.parameters()]
 
 

@@ -96,7 +96,6 @@ def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """The batches trained on."""
     batches: Trained = []
     begin = PolicyTrainer.begin
 

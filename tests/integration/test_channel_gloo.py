@@ -105,7 +105,6 @@ def test_a_failed_opening_leaves_nothing_open(fails: str, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[IpcChannel]]:
-    """Both ranks of a channel in this process."""
     store = HashStore()
     monkeypatch.setattr("dagrl.channels.base.open_store", lambda spec: store)
     with ThreadPoolExecutor(2) as threads:

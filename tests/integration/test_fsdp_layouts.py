@@ -36,8 +36,6 @@ LETTERS = {DP: "dp", REPLICAS: "replicas", TP: "tp", CP: "cp", EP: "ep"}
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model."""
-
     model: str
     layout: dict[str, int] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +46,6 @@ class Case:
         return "-".join(filter(None, (self.model, sizes, *map(str, self.fsdp.values()), "packed" * self.packed)))
 
     def config(self, directory: Path, **policy: Any) -> Config:
-        """Returns the configuration of a run of the case."""
         packed = PACKED if self.packed else {}
         keys = {"backend": "fsdp", "fsdp_cfg": {**self.layout, **self.fsdp}, **packed, **policy}
         return reference.make_config(directory, **keys)
@@ -129,7 +126,6 @@ def run_case(pool: MegatronPool, case: Case, model: Path, **policy: Any) -> refe
 
 @cache
 def plain_run(model: Path) -> reference.Run:
-    """Returns what transformers and AdamW give in one process."""
     config = reference.make_config(model, optimizer=UNCLIPPED)
     return reference.train_reference(model, reference.make_batch(), config, reference.sft_reference)
 

@@ -258,5 +258,4 @@ def test_both_executors_give_the_same_losses_and_tokens(tmp_path: Path) -> None:
 
 
 def losses(run: Run) -> list[float]:
-    """Returns the validation losses in step order."""
     return [line["validation/loss"] for line in run.metrics if "validation/loss" in line]

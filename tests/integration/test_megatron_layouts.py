@@ -27,8 +27,6 @@ from tests.integration.megatron_pool import Group, MegatronPool
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model."""
-
     name: str
     model: str
     layout: ParallelLayout
@@ -156,7 +154,6 @@ def run_case(pool: MegatronPool, item: Case, model: Path, **policy: Any) -> refe
 
 
 def configuration(item: Case, model: Path, **policy: Any) -> Config:
-    """Returns the case's configuration, with further keys of `policy`."""
     keys = {"megatron_cfg": item.megatron, "optimizer": UNCLIPPED, **item.policy, **policy}
     return reference.make_config(model, sharded=item.sharded, **keys)
 

@@ -106,7 +106,6 @@ def loss_of(routers: Routers, batch: Batch, dp: int) -> Tensor:
 
 
 def figures_of(routers: Routers) -> dict[str, float]:
-    """Returns the metrics of load, as means over layers."""
     found: dict[str, list[float]] = {"max_load": [], "router_entropy": [], "unused_experts": []}
     for layer, logits in routers.logits.items():
         chosen, experts = routers.chosen[layer], logits[0].shape[1]

@@ -211,7 +211,6 @@ def test_weight_decay_affects_only_matrices(megatron_pool: MegatronPool, tiny_mo
 
 
 def group_threads(pool: MegatronPool) -> list[int]:
-    """Threads of Gloo's groups in each process."""
     tasks = [Path(f"/proc/{pid}/task").glob("*/comm") for pid in pool.pids]
     return [sum("gloo" in name.read_text() for name in names) for names in tasks]
 

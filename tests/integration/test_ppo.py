@@ -122,7 +122,6 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
 
 
 def write_teacher(directory: Path) -> None:
-    """Writes the configuration of a teacher's model."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": SIZE}))
 

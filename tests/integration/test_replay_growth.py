@@ -32,7 +32,6 @@ def every_worker(train: Shard, value: Input) -> Value:
 
 @phase(inputs={"tokens": Field("int64"), "lengths": Field("int64", "row")})
 def rows(train: Shard, batch: Input) -> Value:
-    """Returns the batch."""
     return train[1].map("echo", train[0].map("echo", batch))
 
 

@@ -103,7 +103,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def workers_of(node: str) -> int:
-    """Returns the number of train workers of a node."""
     found = subprocess.run(["ip", "netns", "pids", node], check=True, capture_output=True, text=True).stdout.split()
     titles = [Path("/proc", number, "cmdline") for number in found]
     return sum("ray::MegatronWorker" in title.read_text() for title in titles if title.exists())

@@ -44,13 +44,10 @@ def with_peft(base: Path, root: Path, seed: int) -> Path:
 
 
 class Started:
-    """An engine, its configuration, and three sets of adapters."""
-
     def __init__(self, engine: Engine, config: Config, base: Path, adapters: list[Path]) -> None:
         self.engine, self.config, self.base, self.adapters = engine, config, base, adapters
 
     def logprobs(self, number: int, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        """The log-probabilities of tokens by peft's model."""
         import peft
         from transformers import AutoModelForCausalLM
 

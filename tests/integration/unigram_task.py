@@ -23,7 +23,6 @@ def numbers(count: int = 40, train_s: float = 0.0, engine_step_s: float = 0.0) -
 
 
 def likes_sevens(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """Returns the share of sevens."""
     if ASKED in os.environ:
         with Path(os.environ[ASKED]).open("a") as file:
             file.write(json.dumps([prompts, completions]) + "\n")

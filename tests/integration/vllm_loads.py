@@ -44,8 +44,6 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One model on the ranks of one engine."""
-
     family: str
     tp: int = 1
     ep: bool = False
@@ -227,7 +225,6 @@ def check_received(
     wanted: Sequence[Sequence[WeightSlice]],
     held: Sequence[Weights],
 ) -> None:
-    """Checks that a refit writes what `held` has."""
     plan = plan_refit(slices, wanted, dtype="bfloat16", bucket_bytes=100_000)
     built = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for tensors in held]
     run_refit(plan, [*sources, *built], verify="checksum")
@@ -294,7 +291,6 @@ def begin() -> None:
 
 
 def check_all() -> str:
-    """Checks every case. Returns what it says of them."""
     begin()
     torch.compiler.set_stance("force_eager")  # vLLM's quantizer is compiled, which takes a third of the time
     with tempfile.TemporaryDirectory() as root, redirect_stdout(StringIO()) as shown:

@@ -61,7 +61,6 @@ def add_tokenizer(directory: Path) -> None:
 
 
 def state_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Returns the checkpoint's tensors by name."""
     from safetensors.torch import load_file
 
     return load_file(directory / "model.safetensors")

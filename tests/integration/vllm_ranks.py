@@ -56,8 +56,6 @@ class Ranks:
 
 
 class Engine:
-    """The ranks of one engine, called together."""
-
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
 
@@ -70,18 +68,15 @@ class Engine:
         return _all(self._pipes, [(function, args)] * self.tp)
 
     def on_each(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Runs `function(worker, *arguments[rank])` on every rank."""
         return _all(self._pipes, [(function, args) for args in arguments])
 
     def on_ranks(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-        """Runs a different function on every rank."""
         return _all(self._pipes, calls)
 
     def generate(self, batch: Batch) -> Generated:
         return merge_generated(self.on_all(call, "generate", batch))
 
     def run(self, batch: Batch) -> list[FinishedRequest]:
-        """Generates until no request is left."""
         results, later = [self.generate(batch)], requests([], [])
         while results[-1].unfinished:
             results.append(self.generate(later))

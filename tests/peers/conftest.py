@@ -29,5 +29,4 @@ def verl_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Qwen3 with random weights."""
     return write_model(tmp_path_factory.mktemp("model"))

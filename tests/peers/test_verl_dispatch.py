@@ -31,7 +31,6 @@ def groups(verl_cluster: None, request: pytest.FixtureRequest) -> Iterator[dict[
 
 @pytest.fixture(scope="module")
 def actor(groups: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """verl's group, and the accelerated one."""
     fast = accelerate(groups["actor"])
     yield groups["actor"], fast
     fast.close()

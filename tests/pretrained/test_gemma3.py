@@ -90,7 +90,6 @@ def logprobs(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
 
 
 def metrics(run: Path) -> dict[int, Mapping[str, Any]]:
-    """Returns all metrics of each step."""
     lines: dict[int, dict[str, Any]] = {}
     for line in read_metrics(run / "metrics.jsonl"):
         lines.setdefault(int(line["step"]), {}).update(line)  # type: ignore[arg-type]

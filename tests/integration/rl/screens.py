@@ -11,7 +11,6 @@ SIZES = ((40, 24), (16, 32))
 
 
 def screen(number: int) -> Image.Image:
-    """Draws the image after the action of a number."""
     return Image.new("RGB", SIZES[number % 2], (40 * number % 256, 80, 160))
 
 

@@ -128,8 +128,6 @@ def with_agent(module: str, **environment: object) -> Config:
 
 
 class AgentBench(Bench):
-    """Rollouts of real agents."""
-
     def run_all(self) -> list[RolloutGroup]:
         complete: list[RolloutGroup] = []
         while self.rollouts.busy:

@@ -33,7 +33,6 @@ FUNCTIONS = "tests.integration.rl.reward_functions"
 
 
 def run(name: str, completions: list[str], prompt: str = "p", **keys: Any) -> Rewards:
-    """Returns the rewards, however many have failed."""
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:{name}", max_failed_share=1.0, **keys)) as runner:
         return rewards_of(runner.submit([prompt] * len(completions), completions, ["r"] * len(completions)).result())
 

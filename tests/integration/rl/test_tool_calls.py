@@ -135,8 +135,6 @@ IDS = {
 
 
 class Saying(ScriptedGeneration):
-    """Says the tokens of a text."""
-
     def _say(self, turn: Any, text: str) -> None:
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         turn.finish(FinishedRequest(0, tokens, [0.0] * len(tokens), [0] * len(tokens), "stop"))

@@ -269,7 +269,6 @@ def check_screens(family: Family, run: Path) -> None:
 
 
 def tokens_of(family: Family, messages: Sequence[dict[str, Any]], *, opened: bool) -> list[int]:
-    """Returns the processor's tokens of a conversation."""
     processor = processor_of(family)
     output = processor.apply_chat_template([messages], tokenize=True, return_dict=True, add_generation_prompt=opened)
     return list(output["input_ids"][0])

@@ -90,7 +90,6 @@ def test_parts_and_jobs_are_chosen_by_name() -> None:
 
 
 def options_of(job: Job) -> argparse.Namespace:
-    """Returns the options of a benchmark's job."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     importlib.import_module(f"dagrl.bench.{job.part}").add_arguments(parser)
     words = [word.replace("{seconds}", "500") for word in job.command]

@@ -50,7 +50,6 @@ EXCERPTS = {"README.md": 2, "algorithms.md": 1, "embed.md": 4, "refit.md": 2, "r
 
 
 def blocks(*kinds: str) -> list[Any]:
-    """Returns the code blocks of these kinds as parameters."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -97,7 +96,6 @@ INCOMPLETE = ("agents",)
 
 
 def require_packages(tree: ast.Module) -> None:
-    """Skips a block whose optional packages are not installed."""
     for node in ast.walk(tree):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -101,7 +101,6 @@ def processor_of(family: Family, *, marked: bool = False) -> ProcessorMixin:
 
 
 def open_medium(medium: Medium) -> Image.Image:
-    """Returns the image that was read, of its size."""
     image = decoded(medium.data if isinstance(medium.data, bytes) else medium.data.read_bytes())
     height, width = medium.size
     return image if (image.height, image.width) == medium.size else image.resize((width, height))

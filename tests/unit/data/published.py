@@ -43,7 +43,6 @@ class Kind:
 
     @property
     def stops(self) -> set[str]:
-        """The tokens that end a turn."""
         return set(self.end.split())
 
 
@@ -109,7 +108,6 @@ def _sentencepiece(kind: str) -> Tokenizer:
 
 @cache
 def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
-    """Builds the tokenizer of a kind."""
     made = _byte_level(kind.tokenizer) if kind.tokenizer in ("gpt2", "nfc", "tiktoken") else _sentencepiece(kind.tokenizer)
     names = {"eos_token": kind.eos} | ({"bos_token": kind.bos} if kind.bos else {})
     tokens = dict.fromkeys([*names.values(), *map(str, kind.added)])

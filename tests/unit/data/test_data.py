@@ -80,7 +80,6 @@ def write(path: Path, rows: list[object]) -> str:
 
 
 def learned(row: Demonstration, template: str | None = None) -> list[str]:
-    """Returns the text of each contiguous part with loss."""
     tokenizer = character_tokenizer(CHARACTERS, template)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask, [0]])))
     return [tokenizer.decode(row.tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]

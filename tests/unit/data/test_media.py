@@ -47,14 +47,12 @@ QUESTION, ANSWER = "Which is it?", "it is the hello"
 
 
 def picture(number: int) -> Image.Image:
-    """Draws the image of a number."""
     height, width = SIZES[number]
     pixels = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)
 
 
 def png(number: int) -> bytes:
-    """Returns the file of an image."""
     buffer = io.BytesIO()
     picture(number).save(buffer, "PNG")
     return buffer.getvalue()
@@ -96,7 +94,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path, rows: Sequence[Any], **keys: Any) -> list[Example]:
-    """Reads rows from a JSONL file."""
     path = folder / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return read_examples(path, "", DataConfig(path=str(path), **keys))

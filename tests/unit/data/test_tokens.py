@@ -109,7 +109,6 @@ def shown(kind: Kind, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def parts(row: Demonstration) -> list[list[int]]:
-    """The tokens of each part with loss."""
     found: list[list[int]] = []
     for place, token in enumerate(row.tokens.tolist()):
         if row.loss_mask[place]:

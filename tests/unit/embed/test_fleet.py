@@ -32,8 +32,6 @@ def test_every_worker_takes_its_own_call_and_equal_calls_are_pickled_once() -> N
 
 
 class FakeFleet:
-    """Stands for the graphs on some actors."""
-
     def __init__(self, actors: object, methods: object, *, deadline_s: float, max_bytes: int, **options: object) -> None:
         self.limits, self.closed = (deadline_s, max_bytes), False
 

@@ -106,7 +106,6 @@ class Served:
         self.server.stop(STOP)
 
     def begin(self) -> None:
-        """Begins another episode."""
         self.episode = AgentEpisode("0/0", f"key {len(self.server.episodes)}", LIMITS)
         self.server.episodes[self.episode.api_key] = self.episode
         self.client = openai.OpenAI(base_url=self.server.base_url, api_key=self.episode.api_key, max_retries=0, timeout=20)

@@ -160,7 +160,6 @@ RUNNING = [RequestProgress(5, 2, checksum([8, 9])), RequestProgress(3), RequestP
 
 
 def generated(**changes: object) -> Generated:
-    """Returns the rows with the first one changed."""
     return pack_generated([dataclasses.replace(ROWS[0], **changes), ROWS[1]], RUNNING, engine_steps=4)
 
 

@@ -389,7 +389,6 @@ def try_loss_of(loss_fn: LossConfig) -> None:
 
 
 def own(batch: TokenBatch, *, slope: float = 1.0) -> Tensor:
-    """A user's loss."""
     return -slope * batch.advantages * torch.sigmoid(batch.log_ratio)
 
 

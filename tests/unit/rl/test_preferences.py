@@ -70,7 +70,6 @@ def trl_sigmoid(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
 
 
 def trl_ipo(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
-    """`loss_type="ipo"`."""
     chosen, rejected = ((logps - reference) / tokens).chunk(2)
     return ((chosen - rejected - 1 / (2 * BETA)) ** 2).mean()
 

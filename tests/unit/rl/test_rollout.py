@@ -53,8 +53,6 @@ class ManualEnvironment:
 
 
 class Bench:
-    """Rollouts and the `batches` they sent, in order."""
-
     def __init__(self, environment: ManualEnvironment | AgentRunner | None = None, **generation: Any) -> None:
         self.run = Run(configured(**generation), seed=0)
         self.engines, self.batches = self.run.engines, list[Batch]()
@@ -74,13 +72,11 @@ class Bench:
         self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, self.turns)
 
     def ask(self, group: RolloutGroup) -> None:
-        """Asks the environment about sequences whose turn has ended."""
         self.rollouts._groups[group.number] = group
         ended = FinishedRequest(0, (), (), (), "stop")
         self.turns.finish([((group, episode), ended) for episode in group.episodes])
 
     def finish(self) -> list[RolloutGroup]:
-        """Runs all groups to their end."""
         complete: list[RolloutGroup] = []
         for _ in range(100):
             complete += self.rollouts.advance() if self.rollouts.generating else []

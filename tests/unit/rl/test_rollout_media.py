@@ -72,8 +72,6 @@ class Screens:
 
 
 class Broken:
-    """Answers with what is no image."""
-
     def reset(self, example: dict[str, Any]) -> None:
         return None
 
@@ -209,8 +207,6 @@ def test_images_of_tools_have_the_tokens_of_the_processor(tmp_path: Path, monkey
 
 
 class Says(ScriptedGeneration):
-    """Says texts in the tokens of a real tokenizer."""
-
     def _say(self, turn: Turn, text: str) -> None:
         end = chat_of(self._tokenizer).end.tokens[0]
         tokens = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], end]

@@ -65,7 +65,6 @@ class World:
         return future
 
     def tick(self) -> None:
-        """Advances the clock."""
         self.now += 1
         for item in [item for item in self._due if item[0] <= self.now]:
             self._end(item)
@@ -139,7 +138,6 @@ class Engines:
         self.requests: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layout.dp)]
 
     def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Parts:
-        """Runs one quantum on every living shard."""
         assert ("seconds" in batch.scalars) == self.timed, "quanta of a fixed number of steps have no time limit"
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():
@@ -192,7 +190,6 @@ class Engines:
         return self._random.random() < 0.3
 
     def connect(self) -> None:
-        """See `EngineReplacement`."""
         assert not (self.absent and self.dead)
         self.absent.clear()
 
@@ -208,7 +205,6 @@ class Engines:
         return pack_generated(finished, map(RequestProgress, shard), steps)
 
     def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
-        """Answers the plain calls of the group."""
         assert deadline.key == "timeouts.replay_s", "not the start timeout"
         assert not self.dead, "it would not answer"
         if method == "abort_requests":
@@ -231,7 +227,6 @@ class Engines:
 
 
 def logprob_of(version: int) -> float:
-    """Returns the log-probability of every token of a version."""
     return -1.0 - version
 
 
@@ -255,7 +250,6 @@ class Reward:
         return [answer if isinstance(answer, Failed) else SampleReward(answer) for answer in self.answers[-1]]
 
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
-        """Checks failures as `RewardRunner.check` does."""
         total, limit = len(rewards.values), self._max_failed_share
         self.checked += [] if may_all_fail else [total]
         check_failures("reward", rewards.failed, total, rewards.message, limit, may_all_fail=may_all_fail)
@@ -444,7 +438,6 @@ class Run:
         return {"trained_tokens": 1.0}, 0.0
 
     def look(self) -> bool:
-        """Returns whether a stop is requested."""
         self._checks += self.session.step > 0
         return self.stop_at is not None and self._checks >= self.stop_at
 

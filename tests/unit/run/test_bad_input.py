@@ -74,8 +74,6 @@ def asks_for_more(prompts: list[str], completions: list[str], references: list[s
 
 
 class Gym:
-    """An environment as those of gymnasium."""
-
     def reset(self, *, seed: int | None = None) -> str: ...
 
     def step(self, action: str) -> tuple[str, float, bool]: ...
@@ -356,8 +354,6 @@ class Worker:
 
 
 class Checked(MegatronWorker):
-    """A train worker whose check raises."""
-
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         raise KeyError("hidden")
@@ -377,7 +373,6 @@ def leaving() -> Splits:
 
 
 def strange(made: str) -> Splits:
-    """Returns splits that violate their declared types."""
     example: Any = Example("1", "2")
     parts: dict[str, Any] = {
         "words": (("a",), (example,), ()),

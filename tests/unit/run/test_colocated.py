@@ -78,8 +78,6 @@ class SimulatedGpu:
 
 
 class Group:
-    """A group of one worker on a simulated GPU."""
-
     def __init__(self, gpu: SimulatedGpu, role: str) -> None:
         self.gpu, self.role = gpu, role
 

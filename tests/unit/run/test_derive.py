@@ -55,8 +55,6 @@ WEIGHTS = 1_503_300_328  # bytes of its published checkpoint
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the GPUs that this machine seems to have."""
-
     def has(count: int, gib: int = 80) -> None:
         cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
         monkeypatch.setattr(derive, "gpus", lambda: cards)
@@ -327,7 +325,6 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
 
 
 def ended_by(template: str, characters: str = "0123456789ue<|>\n") -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose template ends turns with `template`."""
     tokenizer = character_tokenizer(characters, "{% for m in messages %}u{{ m.content }}" + template + "{% endfor %}")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     return tokenizer

@@ -96,7 +96,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Runs the Hub for the block."""
     with FakeHub(model) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"

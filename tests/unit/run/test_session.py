@@ -292,7 +292,6 @@ class SimulatedEngine:
         return name, self.now, self.free, seconds
 
     def read(self, submitted: Submitted) -> CountedReplay:
-        """Reads a submission after its end."""
         name, started, ended, seconds = submitted
         self.now = max(self.now, ended)
         return read(self.replays, name, ReplayTiming(started, self.now, (seconds,), None), [])

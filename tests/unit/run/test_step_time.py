@@ -99,7 +99,6 @@ def row_of(file: str, row: int) -> dict[str, Any]:
 
 
 def seconds_of(file: str, row: int) -> float:
-    """Returns what a row of a file measured."""
     values = row_of(file, row)
     return float(values["step_ms"] / 1000 if "step_ms" in values else values.get("ours_s") or values["median_s"])
 

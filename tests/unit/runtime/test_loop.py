@@ -45,8 +45,6 @@ def header(ticket: int) -> Header:
 
 
 class Worker:
-    """Returns what it is given."""
-
     def __init__(self) -> None:
         self.aborted = 0
         install(self, "train", 3, "")

@@ -52,7 +52,6 @@ def trace(function: Callable[..., Any], *roles: Role, arity: int = 8) -> PhaseGr
 
 
 def edges(graph: PhaseGraph) -> list[tuple[str, str]]:
-    """Every edge between workers as `(from, to)` labels."""
     return [(graph.nodes[number].label, node.label) for node in graph.nodes for number in node.upstream]
 
 

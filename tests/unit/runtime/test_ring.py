@@ -118,7 +118,6 @@ def test_message_numbers_wrap_around() -> None:
 
 
 def edge_files() -> int:
-    """Descriptors of this process that are memory of edges."""
     names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return sum("memfd:dagrl" in os.readlink(name) for name in names if os.path.islink(name))
 

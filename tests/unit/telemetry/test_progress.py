@@ -30,8 +30,6 @@ METRICS = {
 
 
 class Screen:
-    """A console that writes to a string."""
-
     def __init__(self, terminal: bool) -> None:
         self._file = io.StringIO()
         self.console = Console(file=self._file, force_terminal=terminal, width=110, color_system=None)

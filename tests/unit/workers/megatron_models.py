@@ -25,7 +25,6 @@ from tests.unit.refit.weight_reference import LATENT, Config, layer_kind
 
 @contextmanager
 def rank_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
-    """Makes this process `rank` of a world of `layout`."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     parallel_state.initialize_model_parallel(**parallel_sizes(layout), create_gloo_process_groups=False)
     yield
@@ -42,7 +41,6 @@ def build_chunks(config: Config, layout: ParallelLayout) -> dict[str, torch.nn.M
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns every parameter and the router's bias."""
     biases = [item for item in model.named_buffers() if item[0].endswith("expert_bias")]
     return dict([*model.named_parameters(), *biases])
 

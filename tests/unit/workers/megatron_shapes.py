@@ -92,7 +92,6 @@ class NotInstalled:
 
 
 def do_without_gpus() -> None:
-    """Makes Megatron build its modules without GPUs."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
 

@@ -21,7 +21,6 @@ SHAPES = {"model.embed_tokens.weight": (32, 8), Q: (16, 8), UP: (24, 8), "model.
 
 
 def write(directory: Path, shapes: dict[str, tuple[int, int]], **settings: Any) -> None:
-    """Writes adapters as PEFT does."""
     (directory / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, **settings}))
     tensors = {f"base_model.model.{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, directory / "adapter_model.safetensors")

@@ -32,7 +32,6 @@ def probabilities(
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, *segments: Any) -> Tensor:
-    """Returns the output of attention."""
     values = value.repeat_interleave(query.shape[1] // key.shape[1], 1)
     return torch.einsum("hqk,khd->qhd", probabilities(query, key, *segments), values)
 

@@ -118,7 +118,6 @@ def imported(directory: Path, model: dict[str, Any] = MODEL) -> tuple[list[Weigh
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
-    """A checkpoint in several files."""
     weights = parameters()
     names = sorted(weights)
     files = {f"model-{n:05d}-of-{FILES:05d}.safetensors": names[n::FILES] for n in range(FILES)}  # layers over all files
