@@ -4,8 +4,6 @@
 something picklable. Used by tests/integration/test_channel_{gloo,ipc}.py and tests/gpu/test_channel_nccl.py.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc

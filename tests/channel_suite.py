@@ -1,7 +1,5 @@
 """The suite that every channel passes. A subclass names the backend and the number of ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ python tests/concerning.py dagrl/refit/slices.py tests/unit/test_machine.py
 python tests/concerning.py --room refit
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import sys

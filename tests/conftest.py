@@ -1,7 +1,5 @@
 """Fixtures shared by all tests: one local Ray cluster, started only when a test asks for it."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tiny models of every family, as `config.json` has them: what tests of weight layouts share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

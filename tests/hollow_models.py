@@ -1,7 +1,5 @@
 """Checkpoints of published shapes whose weights are a hole in a sparse file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Full-size models and the mappings of NeMo-RL's pull request 2413, without weights."""
 
-from __future__ import annotations
-
 from collections import abc
 from dataclasses import dataclass
 from typing import Any

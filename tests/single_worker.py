@@ -1,7 +1,5 @@
 """A train worker in this process without Ray, and full batches for it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

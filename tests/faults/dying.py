@@ -6,8 +6,6 @@ reduction), `quantum` (a generation worker, in the second engine step of a quant
 senders wait for it).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ The disturbed run loses a train worker in an all-reduce, a generation worker in 
 each time (`on_failure: restart`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The end of a cluster whose raylet does not answer, or whose driver is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A hang is noticed by what its phase took so far, and what only takes longer than usual is not taken for one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 The hosts are raylets of this machine with a GPU each that only Ray believes in.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

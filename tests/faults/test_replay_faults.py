@@ -1,7 +1,5 @@
 """A worker that dies or hangs: one error that names it, nothing waits, survivors replay again after a recompile."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs that lose something else than an engine: they train again soon, and what is slow does not count as lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Groups made whole after a death: living processes are kept, and new ones take lost places."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Agents of a test run. Each request and its answer is noted in a file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Fake workers: test doubles that record what is asked of them, for tests of the runtime alone."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

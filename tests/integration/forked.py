@@ -1,7 +1,5 @@
 """Processes forked from one that has imported what they need, so that it is imported once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence

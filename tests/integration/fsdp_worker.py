@@ -1,7 +1,5 @@
 """FsdpWorker for tests, which also reports gradients. Runs in the processes of `megatron_pool`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dagrl.refit.slices import Box

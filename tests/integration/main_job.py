@@ -3,8 +3,6 @@
 Each run has a pseudo terminal, so that Ctrl-C reaches the whole foreground process group, as on a real one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Four long-lived processes for train workers of any layout, forked from one that has imported Megatron and transformers."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Iterator, Sequence

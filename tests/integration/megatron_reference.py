@@ -1,7 +1,5 @@
 """Independent reference for the Megatron worker: tiny Hugging Face models trained by plain torch in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

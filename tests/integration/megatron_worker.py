@@ -1,7 +1,5 @@
 """MegatronWorker for tests, which also reports gradients and state. Runs in the processes of `megatron_pool`."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """The example's pipeline stage, made to record its order and gradients and to fail; and one process to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

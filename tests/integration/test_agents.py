@@ -1,7 +1,5 @@
 """An agent with the real OpenAI client against real vLLM workers, while GRPO changes the weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Both GRPO loops end to end with the unigram model: equal losses at age 0, bounded ages, true versions, no lost group."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

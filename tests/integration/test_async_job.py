@@ -3,8 +3,6 @@
 Every policy version is exported; the truth of each token's log-probability is transformers on the version next to it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """`bench overhead`, `step` and `train` in short, and the processes of sides."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

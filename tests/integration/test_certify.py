@@ -1,7 +1,5 @@
 """Golden runs executed in this environment, and a recorded step replayed, against the run's own record."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

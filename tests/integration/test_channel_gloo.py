@@ -1,7 +1,5 @@
 """The channel suite over Gloo and, between processes of one host, over shared memory."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

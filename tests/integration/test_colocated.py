@@ -1,7 +1,5 @@
 """Colocated workers: the order of their memory exchanges, and losses equal to those of separate devices."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Several groups over the same actors, keyword arguments, and dispatchers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

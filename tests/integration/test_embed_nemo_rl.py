@@ -1,7 +1,5 @@
 """NeMo-RL's calls as replays: equal to its plain calls, in their order, on actors of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

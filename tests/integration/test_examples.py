@@ -1,7 +1,5 @@
 """The examples of an algorithm, a loss and an advantage of one's own, and of a phase in a loop of one's own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Actors that somebody else made, of any class and options: any number of phases, in turns and in order, on all of them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Checkpoints and exports of FSDP workers, reference policies, critics and teachers; and the other backend's results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FSDP workers in every layout, against transformers and plain torch in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Adapters, replayed experts and load balancing of FSDP workers, against peft and Hugging Face models in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The main job as a user runs it: what it learns, what it writes, and that both executors agree exactly."""
 
-from __future__ import annotations
-
 import collections
 import json
 import subprocess

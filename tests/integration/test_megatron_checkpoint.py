@@ -1,7 +1,5 @@
 """Checkpoints and offloaded state of Megatron workers: any layout, written during training, failing together, unchanged."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training steps with grouped experts equal Megatron's sequential ones; padding changes none and spreads over experts."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from importlib.util import find_spec

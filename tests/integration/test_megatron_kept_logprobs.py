@@ -1,7 +1,5 @@
 """A step on log-probabilities that stayed with the workers equals, bit for bit, the step that is given them in its batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ These tests detect three silent errors of Megatron: gradients of q/k norms not s
 loss multiplied by cp (gradients at cp2), and a two-stage interleaved pipeline with batched transfers (first loss at vpp2).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path

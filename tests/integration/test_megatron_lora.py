@@ -1,7 +1,5 @@
 """LoRA in every kind of layout, against the peft package on the same model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

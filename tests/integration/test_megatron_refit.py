@@ -1,7 +1,5 @@
 """A Megatron worker sends its live weights in a refit to a receiver in this process."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Router loss, load and replayed experts, against the papers' formulas on a Hugging Face model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

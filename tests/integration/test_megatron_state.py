@@ -1,7 +1,5 @@
 """State of a Megatron worker: exports, reference policy, optimizer steps, warm-ups that change nothing, failed starts."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Token losses in parallel layouts and packed: loss and gradients of a Hugging Face model with the formula written apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Critics, teachers, reference and reward models in parallel layouts: values, log-probabilities, gradients, files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whole runs, SFT and then GRPO with real engines: a model that Megatron does not have, LoRA, and replayed experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

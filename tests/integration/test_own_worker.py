@@ -1,7 +1,5 @@
 """A train worker of a user's own, as `docs/workers.md` describes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The pipeline phase on real torch stages, in both executors: equal to one process, in 1F1B order, whole after a failure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """PPO with a critic, and a teacher on workers of its own, in both loops, with the unigram model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop over preferences with the unigram model: every step is that of plain torch, and a resumed run goes on with it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One suite over every executor and engine, with fake workers: results, order, limits and failures."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Nothing grows with the number of replays, on the driver or on workers: objects and bytes that Python tracks."""
 
-from __future__ import annotations
-
 import gc
 import time
 import tracemalloc

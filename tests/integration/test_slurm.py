@@ -3,8 +3,6 @@
 Needs root, for the namespaces.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Stops and kills: nothing is left behind, the last finished step is saved, and the run can resume from it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

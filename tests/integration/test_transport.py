@@ -1,7 +1,5 @@
 """A node's transport reaches Ray: NCCL asks for GPUs, which the actors here lack; the eager executor does without."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The notebook of docs/tutorial.md runs from its first cell to its last, on the CPU."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

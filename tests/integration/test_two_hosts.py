@@ -1,7 +1,5 @@
 """Phases over two hosts give the same results under both executors, and name what fails there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Features for asynchronous GRPO: recomputed KV caches, snapshots of unfinished requests, forced lengths, bursts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts of each token, which an engine records, and images of requests, whose prefixes equal images alone share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's loaders and LoRA layers place every family's weights where our slices say, bit for bit, on every rank."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation in quanta: requests, seeds, warm-up and the sampled distribution, against transformers."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Iterator

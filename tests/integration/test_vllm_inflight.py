@@ -1,7 +1,5 @@
 """Weight updates between two quanta with running requests, against Hugging Face transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

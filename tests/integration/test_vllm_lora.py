@@ -1,7 +1,5 @@
 """Refits of LoRA adapters alone into vLLM's slot, against the peft package and vLLM's own loading of an adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Engine options: sampling, stopping, shared memory. Each test starts its own engines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A vLLM worker receives a planned refit. This process sends whole checkpoints as the only train rank."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The wheel: its one top-level name, and a run from it in a directory whose own packages have the names of ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 A process is in one cluster at a time, and the other tests share one of a single raylet.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 

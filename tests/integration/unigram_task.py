@@ -3,8 +3,6 @@
 What is asked of these functions is written down, as they run in processes of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

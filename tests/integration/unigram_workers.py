@@ -4,8 +4,6 @@ Its logits are one vector, so the loops run end to end in milliseconds a step, w
 and truths that a test can compute: the log-probability of any token under any policy version.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

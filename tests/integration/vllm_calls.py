@@ -1,7 +1,5 @@
 """Functions that tests run on the worker inside a vLLM process; importable by name."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -4,8 +4,6 @@ Builds each rank's model in turn on the CPU. Tensor-parallel size and rank are s
 loading do not use. Transformers writes the checkpoints, with the names of published ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Tiny random checkpoints and Hugging Face's log-probabilities: the reference for vLLM worker tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

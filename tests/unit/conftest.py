@@ -1,7 +1,5 @@
 """Fails a unit test that starts Ray or a process. Such tests belong in tests/integration."""
 
-from __future__ import annotations
-
 import multiprocessing.process
 import multiprocessing.util
 import os

@@ -1,7 +1,5 @@
 """Rules of imports, the public API that the embedding example uses alone, and the audit of requirements."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

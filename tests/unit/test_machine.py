@@ -1,7 +1,5 @@
 """Which GPUs a process may use."""
 
-from __future__ import annotations
-
 import pytest
 
 from dagrl.machine import visible, visible_gpus

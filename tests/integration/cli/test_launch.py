@@ -1,7 +1,5 @@
 """Commands as processes of their own, and the files of examples/launch, without a cluster manager."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Refits of any layout, and the mappings of NeMo-RL's pull request 2413, planned at full size."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any, get_args
 

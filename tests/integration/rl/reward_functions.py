@@ -1,7 +1,5 @@
 """Reward functions that misbehave. Imported by their processes, so only what these need is imported."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing.reduction
 import os

@@ -1,7 +1,5 @@
 """An environment that shows an image after each action."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

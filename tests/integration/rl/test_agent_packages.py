@@ -1,7 +1,5 @@
 """Unmodified agent packages against the endpoint: their conversations are rows of exactly the sampled tokens."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Agents in processes of their own, over simulated engines."""
 
-from __future__ import annotations
-
 import copy
 import random
 import time

@@ -1,7 +1,5 @@
 """Programs in a sandbox: what they may do, and what their tests are worth."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

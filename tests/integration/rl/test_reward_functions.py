@@ -1,7 +1,5 @@
 """Functions of users in processes, under deadlines: what hangs, dies or leaves something behind fails alone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Calls of tools in the model's format, which vLLM parses: of the endpoint and of `environment.tools`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Wrong paths are errors before the slow imports, and children of a process that handles signals ignore them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

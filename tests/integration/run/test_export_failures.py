@@ -3,8 +3,6 @@
 Three processes over Gloo; each holds a third of every parameter.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Workers forked from templates: whose place they take, and what must not be forked."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """SFT of models that take images, by a whole run: losses are those of a plain loop with transformers and torch's AdamW."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Each recipe passes preflight on a simulated machine of its size; what the one without pretrained weights makes of data."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rings that other processes read, and what tracing imports."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import sys

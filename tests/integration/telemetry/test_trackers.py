@@ -1,7 +1,5 @@
 """Each tracker with its real package, offline, and the lock of a run's directory between processes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Names, shapes and elements of weights are those of Megatron's own modules."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Replaces the programs that benchmarks ask: git and nvidia-smi."""
 
-from __future__ import annotations
-
 import pytest
 
 from dagrl.bench import report

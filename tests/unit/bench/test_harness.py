@@ -1,7 +1,5 @@
 """The loop of all benchmarks: rounds in turn, paired ratios, a deadline, sides that fail, and rows of earlier runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

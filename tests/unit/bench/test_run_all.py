@@ -1,7 +1,5 @@
 """`run_all` on a host without GPUs: jobs that fail, take too long or cannot run are reported, and the others run."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Sides of `bench step`, `train`, `peers`, `generate` and `refit`: cases, configurations and the numbers of rows."""
 
-from __future__ import annotations
-
 import argparse
 import io
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Agreements of ranks that share a store, and aborts of NCCL channels: waiting, refusals, deadlines, what is left."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The `dagrl` command: fast help, exit codes, dry runs, and what evaluate and export reject before anything starts."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@ excerpts of a user's program (`EXCERPTS`): they are compiled, and what they impo
 configuration, and commands have arguments that the command line and the configuration take.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib.util

@@ -1,7 +1,5 @@
 """`dagrl init`, `examples` and `doctor`: configurations that load, copies that work anywhere, packages that do not fit."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

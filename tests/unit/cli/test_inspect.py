@@ -1,7 +1,5 @@
 """`dagrl inspect` reports and draws what a run would compile, without starting anything."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

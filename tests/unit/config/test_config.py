@@ -1,7 +1,5 @@
 """Configuration files: reading, defaults, overrides in order, and writing back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@
 Templates are the published ones, shortened to what stands in the text. They mark what an assistant's turn generates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 

@@ -5,8 +5,6 @@ A template is shortened to what decides about tokens: what opens and ends turns,
 what is left out of earlier turns. `end` is the token that a turn ends with, from the model's own documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Examples from files, datasets and mixtures, their tokens and loss masks, splits, and a resumable order."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import importlib.util

@@ -4,8 +4,6 @@ Truths: `processor.apply_chat_template(tokenize=True, return_dict=True)` with th
 template marks as generated, and transformers' `load_image`.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

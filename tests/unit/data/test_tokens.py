@@ -4,8 +4,6 @@ Truths: `apply_chat_template(tokenize=True)` of the whole conversation, and the 
 documentation. The mask is checked against the text: what the template writes between the prompt and that token.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

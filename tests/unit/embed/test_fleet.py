@@ -1,7 +1,5 @@
 """How a fleet's calls are shared out over the graphs of its hosts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The pipeline phase's graph, traced without Ray: 1F1B on every stage, its memory and its bubble against the closed form."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -5,8 +5,6 @@ is spread over its block: `vllm_tensors` cuts and fuses what it is given, whatev
 held to vLLM's own quantizer by `tests/integration/vllm_loads.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A channel inside one process: messages are queued, and every rank runs on its own thread."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

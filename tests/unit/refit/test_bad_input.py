@@ -1,7 +1,5 @@
 """Errors of a refit that are named before any byte is sent, and the connection of two groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace

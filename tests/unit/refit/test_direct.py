@@ -1,7 +1,5 @@
 """Direct messages between tensors: which moves they contain, at which end, and that both ends split buckets alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Replaying a refit: packing, direct messages, casts, and errors before any byte is sent."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

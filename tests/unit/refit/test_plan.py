@@ -1,7 +1,5 @@
 """Refit plans: any layout into any other, bit for bit; balance, order and buckets; hosts; errors that name every mistake."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter, defaultdict
 from dataclasses import replace

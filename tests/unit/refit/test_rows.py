@@ -1,7 +1,5 @@
 """The tables of the copy and checksum kernels, evaluated on the CPU: what torch copies, and the sums of contiguous bytes."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Slices of modules: what DTensors hold against `full_tensor()`, and names and views against what transformers saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Verified refits find any wrong byte, and random histories of refits commit whole versions only."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import defaultdict

@@ -4,8 +4,6 @@ Every element of a model has a number of its own, so that any element that lands
 here is held to the real modules by `megatron_shapes.py` and `tests/integration/vllm_loads.py`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

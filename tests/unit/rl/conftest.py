@@ -1,7 +1,5 @@
 """A fixture that runs functions of users in the process of the test, where deadlines and lost processes do not matter."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

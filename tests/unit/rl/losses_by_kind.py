@@ -1,7 +1,5 @@
 """The losses that phases name, as functions of a `LossConfig`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Advantages and a critic's loss: closed forms, sums by definition, clipping, and tokens outside the mask."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The OpenAI-compatible endpoint with OpenAI's client: answers, rejected requests, and recorded tokens."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Algorithms of the user's own: which phases and workers they need, and which are rejected."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Episodes, requests and groups: tokens, texts, dispatch to shards, order of training, records of rollouts and experts."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Losses and minibatches compared with the formulas of papers and peers, and over every split of a batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

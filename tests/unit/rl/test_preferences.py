@@ -1,7 +1,5 @@
 """Losses of pairs against TRL's formulas (trl/trainer/dpo_trainer.py, 1.16); losses of the user's own; data of pairs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards of functions and of their parts; tests/integration/rl/test_reward_functions.py has their processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

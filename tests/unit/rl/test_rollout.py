@@ -1,7 +1,5 @@
 """Rollouts over simulated engines: the order of requests, and the state of sequences at any pause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace

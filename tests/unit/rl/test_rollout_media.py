@@ -3,8 +3,6 @@
 Truth: `processor.apply_chat_template` of the finished conversation with the images themselves.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait

@@ -1,7 +1,5 @@
 """Each kind of bad reward, environment and exit is found on an example of each task, before anything starts."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

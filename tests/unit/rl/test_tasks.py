@@ -1,7 +1,5 @@
 """The tasks of examples, recipes and standard sets: correct answers, held-out prompts, and how answers are marked."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

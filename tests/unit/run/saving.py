@@ -1,7 +1,5 @@
 """Saves a checkpoint as `Checkpoints` does, and fills the disk."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

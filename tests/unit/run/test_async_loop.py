@@ -4,8 +4,6 @@ Whatever takes how long: no token is older than the maximal age, nothing is lost
 resume at any moment; log-probabilities are those of the version noted; metrics are what a count of our own gives.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

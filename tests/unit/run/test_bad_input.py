@@ -1,7 +1,5 @@
 """Bad input exits with code 2 and one clear message, without a traceback and before Ray starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

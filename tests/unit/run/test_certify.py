@@ -1,7 +1,5 @@
 """Certificates and counterfactual steps: a changed number is named, and recorded samples become the batch of their step."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

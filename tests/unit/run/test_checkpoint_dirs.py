@@ -1,7 +1,5 @@
 """Checkpoint directories are complete or absent, verified and pruned; leftovers of a crash are removed."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

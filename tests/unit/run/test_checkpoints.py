@@ -1,7 +1,5 @@
 """Checkpoints that workers write in the background, and the samples kept for them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Joining and starting a Ray cluster, importing ahead of its workers, and stopping a run by signals."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What colocated workers keep on their GPU, on a simulated GPU that counts bytes and never holds more than it has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a configuration leaves open is derived, what it sets is kept, and each derived value has a reason."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext

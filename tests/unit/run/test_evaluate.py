@@ -1,7 +1,5 @@
 """What an evaluation counts, on completions with chosen rewards; pass@k against counting all choices, and its intervals."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

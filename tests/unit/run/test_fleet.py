@@ -1,7 +1,5 @@
 """A fleet starts colocated groups in order and notices the end of Ray; restarts go on from the newest checkpoint."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext

@@ -1,7 +1,5 @@
 """Damaged and arbitrary input: every reader of files gives its own error, or reads; none crashes or runs what it reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

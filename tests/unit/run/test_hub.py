@@ -1,7 +1,5 @@
 """Models by Hub id: downloaded by the real client from a double of the Hub, and found in the cache without it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Predicted memory is within 10 % of what GPUs have measured, and what cannot fit is an error before the start."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Models from a seed: their bytes are reproducible, and transformers loads them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import pickle

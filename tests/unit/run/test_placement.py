@@ -1,7 +1,5 @@
 """Rows stay with the shard that computed them, and the driver carries only what it must: log-probabilities and experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The pieces of a session: the ranking metric, the reference policy of a checkpoint, validation, and times."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The SFT loop: rates, buckets, epochs, the check of its data position, and warnings of runs that do not learn."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which roles share GPUs, how many GPUs a run takes, and what Ray is asked for."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random histories with crashes: the buffer of trajectories and the checkpoint store, each against a plain model."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predicted times are within 20 % of what GPUs have measured, in runs to which no rate was fitted."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

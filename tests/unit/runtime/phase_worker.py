@@ -1,7 +1,5 @@
 """A class with the methods that the shipped phases name; none is ever called."""
 
-from __future__ import annotations
-
 
 class Both:
     def train_step(self, batch: object, loss: str) -> object: ...

@@ -1,7 +1,5 @@
 """Worker classes that do not fit their protocols are refused before any actor starts."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import pytest

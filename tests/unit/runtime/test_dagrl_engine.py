@@ -1,7 +1,5 @@
 """Both engines in the driver without Ray: edges, outputs, packets as bytes, teardown and deadlines."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """ParallelLayout against Megatron-Core's `RankGenerator`: every rank in every kind of group, for any sizes."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """Edges between hosts, over TCP: a reader with the edge's secret gets every message, in order."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """A worker's loop and its edges, in one process: silent where an edge was closed, an error where a link was lost."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import socket

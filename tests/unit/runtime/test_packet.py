@@ -1,7 +1,5 @@
 """Packets on edges: values as bytes, sizes against Ray's own serializer, failures that fit, and the order of tickets."""
 
-from __future__ import annotations
-
 import copyreg
 import dataclasses
 import math

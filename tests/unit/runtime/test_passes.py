@@ -1,7 +1,5 @@
 """Graph passes: lists that the driver assembles, and one edge per host however many workers read there."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

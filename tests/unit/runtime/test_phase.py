@@ -1,7 +1,5 @@
 """Tracing phases: the graph of each construct, the error of every mistake, and that none of it needs Ray."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Rings and mailboxes in shared memory: every message, in order, in bounded memory; and how long readers spin."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

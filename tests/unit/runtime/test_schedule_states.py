@@ -1,7 +1,5 @@
 """Random histories of replays over graphs that run nowhere: results, failures and recoveries in any order."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Batches, buckets and splits: any rows come back as they were sent, and shards get equal shares."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -1,7 +1,5 @@
 """Stores of torch.distributed at one address and on ports of no other process, and groups that are aborted together."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

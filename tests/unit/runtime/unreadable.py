@@ -1,7 +1,5 @@
 """A value that pickles, and cannot be unpickled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

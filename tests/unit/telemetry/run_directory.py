@@ -1,7 +1,5 @@
 """Writes run directories as `dagrl train` does, with chosen numbers: two steps of four samples."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

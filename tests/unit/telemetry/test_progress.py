@@ -1,7 +1,5 @@
 """Output of a run: plain lines in a file, a live bar on a terminal, and log records in both."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """The run directory and its rollouts: complete files, what a resume drops, bounds, and earlier runs of the same name."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

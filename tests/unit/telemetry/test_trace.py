@@ -1,7 +1,5 @@
 """Trace files: valid JSON, or without the last bracket after a crash; named rows and bounded memory."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

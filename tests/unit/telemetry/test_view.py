@@ -1,7 +1,5 @@
 """`dagrl view`: the data of a run, the server, and the exported page."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

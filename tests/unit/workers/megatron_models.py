@@ -4,8 +4,6 @@ With torch's fake process group one process can be any rank of any world. Megatr
 Transformer Engine do not support sequence or context parallelism, have stand-ins with the same weights that compute nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters are those of peft, also of experts; those of another model or other settings are refused before the start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

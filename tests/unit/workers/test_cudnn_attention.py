@@ -1,7 +1,5 @@
 """Attention of packed sequences by cuDNN: its operator, and where it is chosen. A double computes in its place."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Truths: `processor.apply_chat_template` of each conversation with its images, alone, and the model's own loss of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext

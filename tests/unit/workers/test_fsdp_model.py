@@ -1,7 +1,5 @@
 """FSDP workers without other ranks: logits, experts, copies in half precision, and what is checked before a run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

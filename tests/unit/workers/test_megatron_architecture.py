@@ -1,7 +1,5 @@
 """Layouts are checked against models before anything starts, and slices of weights rebuild what Megatron holds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

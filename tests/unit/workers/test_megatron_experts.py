@@ -1,7 +1,5 @@
 """Grouped experts against Megatron's sequential ones, and the dispatch of tokens against a loop over experts in float64."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from itertools import accumulate
 from types import SimpleNamespace

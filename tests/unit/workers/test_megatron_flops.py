@@ -1,7 +1,5 @@
 """Model FLOPs against torch's count of a Hugging Face model's forward pass, and the metrics derived from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

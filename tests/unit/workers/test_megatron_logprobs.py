@@ -1,7 +1,5 @@
 """Chunked, vocabulary-parallel log-probabilities against torch's own. Threads act as workers."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """Microbatches against their batch, packing against its definition, and segments under context parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 

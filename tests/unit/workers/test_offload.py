@@ -1,7 +1,5 @@
 """Parts of a train worker: storages in host memory, columns that it keeps by row id, and learning rates in closed form."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recordings of loaders, and what a refit writes in an engine and runs after it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

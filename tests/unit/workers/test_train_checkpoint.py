@@ -1,7 +1,5 @@
 """Files of train workers: pieces of tensors at any division of them, scalar heads, and which models a checkpoint fits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`TrainWorker` on one rank of FSDP: steps, log-probabilities, reference and files against plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

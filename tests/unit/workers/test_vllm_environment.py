@@ -1,7 +1,5 @@
 """Parts of the vLLM worker: its installation, GPU, images, disagreeing ranks, recorded experts, FP8 loading, quanta."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

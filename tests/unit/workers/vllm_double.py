@@ -1,7 +1,5 @@
 """A test double of vLLM's engine with asynchronous scheduling, which vLLM itself has on GPUs only."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
