@@ -11,7 +11,7 @@ import pytest
 
 from dagrl.bench import harness, report
 from dagrl.bench.harness import Contest, Deadline, Turn
-from dagrl.bench.report import BenchReport, commit
+from dagrl.bench.report import BenchReport
 from dagrl.errors import ConfigError, RunError
 
 
@@ -111,16 +111,6 @@ def test_rounds_are_added_to_those_of_an_earlier_run(tmp_path: Path) -> None:
     earlier.write_text(json.dumps(report))
     with pytest.raises(RunError, match="failed: sleep"):
         measure(4.0, "--more", str(earlier), tokens=9)
-
-
-@pytest.mark.parametrize(
-    ("status", "expected"), [("", "abc"), (" M dagrl/runtime/replay.py", "abc+changes")], ids=["clean", "changed"]
-)
-def test_uncommitted_changes_are_marked(monkeypatch: pytest.MonkeyPatch, status: str, expected: str) -> None:
-    monkeypatch.setattr(report, "_git", lambda *words: {"rev-parse": "abc", "status": status}[words[0]])
-    assert commit.__wrapped__() == expected
-    monkeypatch.setattr(report, "_git", lambda *words: "")
-    assert commit.__wrapped__() == "", "outside a checkout"
 
 
 def test_a_written_report_reads_back(tmp_path: Path) -> None:

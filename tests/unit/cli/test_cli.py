@@ -8,14 +8,13 @@ import re
 import sys
 import tomllib
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import yaml
 
-from dagrl.cli.main import BENCHES, main
+from dagrl.cli.main import main
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ChannelError, ConfigError, RunError
@@ -156,15 +155,6 @@ def test_missing_and_unknown_arguments(words: list[str], message: str, capsys: p
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
-
-
-def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    shown = capsys.readouterr().out
-    for name, what in BENCHES.items():
-        assert what in shown
-        assert find_spec(f"dagrl.bench.{name}") is not None
 
 
 @pytest.mark.parametrize(

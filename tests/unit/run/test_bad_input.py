@@ -301,6 +301,7 @@ data.split=test -> data.split is 'test' ... data.jsonl' has no splits ... leave 
 name="a\0b" -> name (command line): found 'a\x00b' ... expected: a  ... name
 data.path="a\0b" -> data.path (command line): found 'a\x00b' ... expected: a  ... without null bytes
 name=a/b; --dry-run -> name (command line): found 'a/b' ... without slashes
+name=.. -> name (command line): found '..' ... without slashes
 data.path=null; data.task=HERE:strange; data.task_args={made: words} ->
     HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
 data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers} ->
@@ -496,11 +497,13 @@ def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
             assert code == 2 and overrides[0] in errors and found in errors, errors
 
 
-def test_dry_run_rejects_a_directory_that_is_not_a_run(run: Run, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_run_is_left_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "runs" / "bad").mkdir(parents=True)
     (tmp_path / "runs" / "bad" / "thesis.tex").touch()
-    code, errors = run("--dry-run")
-    assert code == 2 and "exists and is not a run" in errors
+    for words in (("--dry-run",), ()):
+        code, errors = run(*words)
+        assert code == 2 and "exists and is not a run" in errors
+    assert [path.name for path in (tmp_path / "runs" / "bad").iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(

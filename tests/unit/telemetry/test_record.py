@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import yaml
 from pyarrow import parquet
-from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dagrl.config import Config
-from dagrl.errors import CheckpointError, ConfigError, MissingDependencyError
-from dagrl.telemetry import rollouts
+from dagrl.errors import CheckpointError, MissingDependencyError
 from dagrl.telemetry.record import (
     TRACKERS,
     RunPaths,
@@ -67,12 +65,6 @@ def test_each_step_is_flushed_as_one_line(tmp_path: Path) -> None:
         {"step": 2, "stage": "grpo", "loss": None, "reward/mean": None},
     ]
     assert lines[1]["time"] >= lines[0]["time"] > 1e9
-
-
-def test_the_saved_configuration_loads_unchanged(tmp_path: Path) -> None:
-    run = config(tmp_path)
-    paths = prepare_run_directory(run)
-    assert Config.model_validate(yaml.safe_load(paths.config.read_text())) == run
 
 
 def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
@@ -172,21 +164,6 @@ def test_a_start_killed_while_writing_its_configuration_does_not_block_the_next(
         patch.setattr(Path, "replace", killed)
         prepare_run_directory(config(tmp_path, resume=resume))
     assert prepare_run_directory(config(tmp_path, resume=resume)).config.exists()
-
-
-def test_a_directory_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
-    precious = tmp_path / "runs" / "tiny" / "thesis.tex"
-    precious.parent.mkdir(parents=True)
-    precious.touch()
-    with pytest.raises(ConfigError, match="exists and is not a run"):
-        prepare_run_directory(config(tmp_path))
-    assert precious.exists()
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "..", ""])
-def test_a_name_is_a_single_directory(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValidationError, match="without slashes"):
-        config(tmp_path, name=name)
 
 
 @pytest.mark.parametrize("resumed_step", [3, 0], ids=["a checkpoint", "no checkpoint"])
@@ -307,7 +284,9 @@ def test_the_oldest_steps_are_deleted_above_the_limit(tmp_path: Path) -> None:
         files.write(step, table_of([ROW]))
     size = rollout_files(tmp_path)[1].stat().st_size
     bounded = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=4)
-    bounded.write(5, table_of([ROW]))
+
+    for _ in range(3):  # written again, a file counts once
+        bounded.write(5, table_of([ROW]))
     assert list(rollout_files(tmp_path)) == [4, 5]
     RolloutFiles(tmp_path, max_bytes=1, resumed_step=5).write(6, table_of([ROW]))
     assert list(rollout_files(tmp_path)) == [6]
@@ -329,23 +308,6 @@ def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> 
     assert list(rollout_files(tmp_path, OTHER)) == [] and list(rollout_files(tmp_path)) == [1], "the newest file is kept"
     files.write(2, table_of([ROW]), OTHER)
     assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]
-
-
-def test_writing_a_step_does_not_list_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files a step are 200,000 after 100,000 steps. A file that is written again counts once."""
-    files = RolloutFiles(tmp_path, max_bytes=None)
-    files.write(1, table_of([ROW]))
-    size = rollout_files(tmp_path)[1].stat().st_size
-    files = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=1)
-
-    def never(*words: object) -> dict[int, Path]:
-        raise AssertionError("the directory was listed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rollouts, "rollout_files", never)
-        for step in (2, 2, 2, 3):
-            files.write(step, table_of([ROW]))
-    assert list(rollout_files(tmp_path)) == [2, 3]
 
 
 def test_a_full_disk_error_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
