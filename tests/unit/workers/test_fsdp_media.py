@@ -15,21 +15,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from dagrl.config import Config, PolicyConfig
+from dagrl.bench.image_models import make_image_model
+from dagrl.config import Config, PeftConfig, PolicyConfig
 from dagrl.config.file import load_config
+from dagrl.config.plan import RunPlan
 from dagrl.data.media import MediaCache, MediaProcessor
 from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
 from dagrl.errors import ConfigError
 from dagrl.run.derive import Derived, derive_from_data
 from dagrl.run.model import load_tokenizer, model_description, token_count, write_random_model
+from dagrl.run.preflight import check_media
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.workers.fsdp.architecture import find_class
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.backend import FsdpBackend
 from dagrl.workers.fsdp.checks import check_model
+from dagrl.workers.fsdp.lora import Adapters, add_adapters
+from dagrl.workers.fsdp.media import MediaInputs
+from dagrl.workers.fsdp.model import HiddenStates
+from dagrl.workers.fsdp.output import base_of
+from dagrl.workers.fsdp.separation import check_separation, unseparated
 from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule, plan_rows, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
@@ -64,7 +76,6 @@ RULES = {
 @cache
 def model_of(family: Family) -> Any:
     """Builds a model of a family's shape from a seed."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
 
     processor = processor_of(family)
     size = len(processor.tokenizer)
@@ -113,6 +124,14 @@ def rows_of(family: Family, where: Path, names: Sequence[str]) -> list[Demonstra
     processor = MediaProcessor(processor_of(family))
     examples = read(where, [{"messages": SAMPLES[name]} for name in names])
     return encode_demonstrations(examples, processor.tokenizer, "all", processor)
+
+
+def root_of(family: Family, model: Any, rows: Sequence[Demonstration]) -> HiddenStates:
+    """Returns the hidden states of a model, which opens the images of these rows."""
+    media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
+    root = HiddenStates(model)
+    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    return root
 
 
 def expected(family: Family, name: str) -> tuple[Tensor, int]:
@@ -169,17 +188,11 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
 
     The samples of a prompt share it, with its image, and one of them has an image of its own.
     """
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.output import base_of
-
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attention_by_sequence)
     names = GROUP if rule == "shared" else ORDER
     model, rows = deepcopy(model_of(family)), rows_of(family, folder, names)
     model.set_attn_implementation(attention)
-    media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
-    root = HiddenStates(model)
-    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    root = root_of(family, model, rows)
     rank = ParallelRank(ParallelLayout(), ParallelLayout().coordinates(0), None, None, torch.device("cpu"))
     batch = collate(rows, media=True)
     model.zero_grad()
@@ -209,10 +222,6 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
 def test_a_microbatch_without_images_runs_the_tower_for_nothing(family: Family, folder: Path) -> None:  # noqa: F811
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.output import base_of
-
     model = model_of(family)
     (row,) = rows_of(family, folder, ["none"])
     root = HiddenStates(model)
@@ -231,15 +240,9 @@ def test_a_microbatch_without_images_runs_the_tower_for_nothing(family: Family, 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
 def test_a_sampled_placeholder_is_a_token_of_text(family: Family, folder: Path) -> None:  # noqa: F811
     """With the embedding of another token it gives what that one gives. transformers would want a further image."""
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.output import base_of
-
     model, (row,) = deepcopy(model_of(family)), rows_of(family, folder, ["one"])
     assert row.media is not None
-    media = {medium.id: medium for medium in row.media.items}
-    root = HiddenStates(model)
-    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    root = root_of(family, model, [row])
     (placeholder,) = processor_of(family).image_token_ids
     other = int(row.tokens[-2])
     embedding = model.get_input_embeddings().weight
@@ -254,9 +257,6 @@ def test_a_sampled_placeholder_is_a_token_of_text(family: Family, folder: Path) 
 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
 def test_images_are_processed_once_where_the_processor_treats_each_alone(family: Family, folder: Path) -> None:  # noqa: F811
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.output import base_of
-
     (row,), opened = rows_of(family, folder, ["several"]), list[int]()
     assert row.media is not None
     media = {medium.id: medium for medium in row.media.items}
@@ -279,15 +279,9 @@ def test_images_are_processed_once_where_the_processor_treats_each_alone(family:
 
 def test_an_image_of_several_sequences_is_computed_once(folder: Path) -> None:  # noqa: F811
     """Hidden states are those of the sequences by themselves."""
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.output import base_of
-
     family, model = FAMILIES[0], deepcopy(model_of(FAMILIES[0]))
     rows = rows_of(family, folder, ["one", "the same twice", "one"])
-    media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
-    root = HiddenStates(model)
-    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    root = root_of(family, model, rows)
     seen: list[int] = []
     model.model.visual.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
     batch = collate(rows, media=True)
@@ -325,11 +319,6 @@ def test_packed_rows_with_equal_images_stay_together() -> None:
 
 def test_a_sequence_with_one_image_is_cut_as_its_processor_cuts_one() -> None:
     """LLaVA-OneVision's cuts it into tiles, and several images of a conversation not."""
-    from PIL import Image
-
-    from dagrl.bench.image_models import make_image_model
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.output import base_of
 
     model, processor = make_image_model("LlavaOnevisionForConditionalGeneration", seed=0)
     images = {number: Image.new("RGB", (70, 40), (60 * number, 90, 30)) for number in (1, 2, 3)}
@@ -345,10 +334,6 @@ def test_a_sequence_with_one_image_is_cut_as_its_processor_cuts_one() -> None:
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Llama4"])
 def test_the_class_is_the_one_that_a_checkpoint_names(kind: str) -> None:
-    import transformers
-
-    from dagrl.workers.fsdp.architecture import find_class
-
     config = getattr(transformers, f"{kind}Config")()
     for name in (f"{kind}ForConditionalGeneration", f"{kind}ForCausalLM"):
         config.architectures = [name]
@@ -390,11 +375,6 @@ def test_a_run_that_resumes_has_the_model_that_it_wrote(tmp_path: Path) -> None:
 def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -> None:  # noqa: F811
     """Hidden states are those of transformers' model with PEFT's own adapters, which has no others."""
     pytest.importorskip("peft")
-    from dagrl.config import PeftConfig
-    from dagrl.workers.fsdp.lora import Adapters, add_adapters
-    from dagrl.workers.fsdp.media import MediaInputs
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.output import base_of
 
     model, settings = deepcopy(model_of(family)), PeftConfig(enabled=True, dim=2)
     add_adapters(model, settings)
@@ -406,9 +386,7 @@ def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -
         torch.nn.init.normal_(adapter.factors[1], generator=torch.Generator().manual_seed(1))
     (row,) = rows_of(family, folder, ["several"])
     assert row.media is not None
-    media = {medium.id: medium for medium in row.media.items}
-    root = HiddenStates(model)
-    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    root = root_of(family, model, [row])
     tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
     found = model.get_output_embeddings()(root(tokens, torch.arange(len(row))[None], media=ids))
     turns = [turns_of(family, CONVERSATIONS["several"])]
@@ -435,9 +413,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_runs_that_do_not_take_images_refuse_them(name: str) -> None:
-    from dagrl.config.plan import RunPlan
-    from dagrl.run.preflight import check_media
-
     keys, expected = REFUSED[name]
     policy = {"backend": "fsdp", **keys.get("policy", {})}
     given = {"name": "run", "algorithm": "sft", "data": {}, **keys, "policy": policy}
@@ -474,10 +449,6 @@ def test_images_whose_tokens_see_each_other_are_in_no_shared_prefix(family: Fami
 
 def test_texts_alone_are_packed_by_a_model_with_positions_in_several_dimensions() -> None:
     """Qwen2.5-VL makes masks from positions of text, which it has only next to the others."""
-    from dagrl.bench.image_models import make_image_model
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.separation import check_separation, unseparated
-
     model, _ = make_image_model("Qwen2_5_VLForConditionalGeneration", seed=0)
     model.eval().set_attn_implementation("sdpa")
     check_separation(HiddenStates(model), torch.device("cpu"))
