@@ -59,6 +59,9 @@ HARMLESS = ("jemalloc_bg_thd", "cuda0")
 """The beginnings of the names of threads that a fork may lose: that of pyarrow's allocator, which handles forks, and one of
 NVML, which stays after NVML is shut down."""
 
+SETTLE_S, POLL_S = 1.0, 0.02
+"""Seconds in which threads of the imports may end, or name themselves: until then they have the process's name."""
+
 COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
 """What all kinds import."""
 
@@ -372,9 +375,20 @@ def _why_not_to_fork() -> str:
     files = {os.path.realpath(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")}
     if opened := sorted(file for file in files if file.startswith(GPU_DEVICES)):
         return f"the imports opened {', '.join(opened)}"
-    tasks = (Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task") if int(task) != os.getpid())
-    threads = [name for task in tasks if not (name := task.read_text().strip()).startswith(HARMLESS)]
+    until = time.monotonic() + SETTLE_S
+    while (threads := _threads()) and time.monotonic() < until:
+        time.sleep(POLL_S)
     return f"the imports started the threads {', '.join(threads)}" if threads else ""
+
+
+def _threads() -> list[str]:
+    """Returns the names of the threads that a fork would lose, but for the harmless ones."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            if int(task) != os.getpid():
+                names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return [name for name in names if not name.startswith(HARMLESS)]
 
 
 @contextmanager

@@ -38,15 +38,12 @@ def _import() -> None:
 
 
 def _start_thread(name: str = "reader") -> None:
-    named = threading.Event()
-
     def sleep() -> None:
+        time.sleep(0.2)  # until then it has the name of its process
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
-        named.set()
         time.sleep(60)
 
     threading.Thread(target=sleep, daemon=True).start()
-    named.wait()
 
 
 @pytest.fixture(scope="module")
