@@ -62,14 +62,16 @@ def _tiles(  # type: ignore[no-untyped-def]
     row, first, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE, tl.arange(0, TILE)
     tile = row * tl.num_programs(1) + tl.program_id(1)
     logits += row * stride
-    values = tl.load(logits + first + column, mask=first + column < size, other=float("-inf")).to(tl.float32)
+    here = first + column < size
+    values = tl.load(logits + first + column, mask=here, other=float("-inf")).to(tl.float32)
     high = tl.max(values, 0)
     tl.store(highest + tile, high)
     tl.store(sums + tile, tl.sum(tl.exp(values - tl.where(high == float("-inf"), 0.0, high)), 0))
     if DRAWS:
         slot = tl.load(slots + row)
         if tl.load(temperatures + slot, mask=slot >= 0, other=0.0) == 0.0:
-            best, token = high, tl.min(tl.where(values == high, column, TILE), 0) % TILE  # the first one if all are NaN
+            best = high
+            token = tl.min(tl.where((values == high) & here, column, TILE), 0) % TILE  # the first one if all are NaN
         else:
             seed = tl.randint(tl.load(seeds + slot), tl.load(positions + row))
             exponents = _random(seed, first + column).to(tl.int32, bitcast=True).to(tl.float32)  # and linear between them
