@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dagrl.config import FsdpConfig
-from dagrl.workers.fsdp import host_copies
+from dagrl.workers.fsdp import copies
 from dagrl.workers.fsdp.model import prepare_layer
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
@@ -129,10 +129,10 @@ def test_layers_compile(recomputes: str, pool: MegatronPool, models: dict[str, P
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_saved_tensors_return_from_the_host(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
-    plain, model, copies = tiny("qwen3").cuda(), tiny("qwen3").cuda(), None
+    monkeypatch.setattr(copies, "LEAST_BYTES", 1)
+    plain, model, before = tiny("qwen3").cuda(), tiny("qwen3").cuda(), None
     for layer in model.model.layers:
-        copies = prepare_layer(layer, FsdpConfig(activation_checkpointing="offloaded"), copies, compiles=compiles)
+        before = prepare_layer(layer, FsdpConfig(activation_checkpointing="offloaded"), before, compiles=compiles)
     for step in range(3):
         tokens = torch.randint(0, 200, (8, 512), device="cuda")
         for each in (plain, model):

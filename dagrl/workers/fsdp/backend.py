@@ -215,15 +215,11 @@ class FsdpBackend:
 
     def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
         """Yields this rank's part of the train state."""
-        from dagrl.workers.fsdp.checkpoint import pieces_of
-
-        return pieces_of(self.model, reference)
+        return self.model.pieces(reference)
 
     def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
         """Yields the same."""
-        from dagrl.workers.fsdp.checkpoint import pieces_of
-
-        return pieces_of(self.model, reference, loads=True)
+        return self.model.pieces(reference, loads=True)
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model in `policy.precision` with merged weights, and any adapters in PEFT's format."""

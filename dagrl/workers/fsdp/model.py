@@ -40,13 +40,11 @@ from dagrl.refit.sources import held_boxes, local_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
-from dagrl.workers.fsdp.attention import attention_arguments, default_attention
+from dagrl.workers.fsdp.attention import attention_arguments, default_attention, shared_masks
 from dagrl.workers.fsdp.context import Context
-from dagrl.workers.fsdp.copies import ComputeCopies
+from dagrl.workers.fsdp.copies import ComputeCopies, HostCopies
 from dagrl.workers.fsdp.experts import use_permutations
-from dagrl.workers.fsdp.host_copies import HostCopies
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
-from dagrl.workers.fsdp.masks import shared_masks
 from dagrl.workers.fsdp.media import MediaInputs, text_positions
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.fsdp.versions import apply_expert_parallelism, parallel_plans, plan_key

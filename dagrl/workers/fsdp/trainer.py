@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from dagrl.config import Config
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class
-from dagrl.refit.sources import local_of
+from dagrl.refit.sources import held_boxes, local_of
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.fsdp.lora import is_adapter
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, reshard, sharded_modules
 from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
+from dagrl.workers.train.checkpoint import Piece
 from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
 from dagrl.workers.train.offload import StatePart
@@ -56,7 +57,7 @@ class ShardedModel:
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor, if sharded
         self._updated: dict[str, Tensor] = {}  # what the optimizers have of each
         self.optimizers = self._make_optimizers() if trains else []
-        self.loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
+        self._loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
 
     # ---- passes
 
@@ -160,9 +161,9 @@ class ShardedModel:
 
     def set_step_count(self, count: float) -> None:
         """Quantizes moments that were loaded; the counts are among the pieces."""
-        for state, values in self.loaded:
+        for state, values in self._loaded:
             state.copy_(values)
-        self.loaded = []
+        self._loaded = []
 
     def step_metrics(self) -> StepMetrics:
         """Returns those of the routers."""
@@ -222,6 +223,34 @@ class ShardedModel:
         """Returns the optimizer's tensors of each parameter, by its name and theirs."""
         states = {updated: state for optimizer in self.optimizers for updated, state in optimizer.state.items()}
         return {name: states[updated] for name, updated in self._updated.items() if updated in states}
+
+    @torch.no_grad()
+    def pieces(self, reference: Mapping[str, Tensor] | None, *, loads: bool = False) -> Iterator[Piece]:
+        """Yields this rank's boxes of weights, optimizer state and `reference` policy, for a checkpoint.
+
+        Of ranks with the same box DCP lets one write it. Quantized moments are in float32 in files, because their blocks
+        depend on the layout. `loads`: the model gets their values when its step count is set.
+        """
+        states = self.optimizer_state()
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:  # the base model of adapters
+                continue
+            tensors = {"model": parameter, **{f"optimizer.{key}": value for key, value in states.get(name, {}).items()}}
+            parts = {kind: local_of(tensor.detach()) for kind, tensor in tensors.items()}
+            for kind, part in parts.items():
+                if is_quantized(part):
+                    parts[kind] = part.dequantize()
+                    self._loaded += [(part, parts[kind])] * loads
+            if reference is not None:
+                parts["reference"] = reference[name]
+            boxes = list(held_boxes(name, parameter))
+            for kind, part in parts.items():
+                if not part.ndim:  # a count of steps, the same on all ranks
+                    yield Piece(f"{kind}.{name}", part.view(1), (0,), (1,))
+                    continue
+                for box, at in boxes:
+                    view = part[tuple(slice(start, stop) for start, stop in at)]
+                    yield Piece(f"{kind}.{name}", view, tuple(start for start, _ in box), tuple(parameter.shape))
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns optimizers of all weights, with all of their state, so that the first step is not slower."""

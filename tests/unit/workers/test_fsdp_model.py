@@ -291,13 +291,13 @@ class Attentions(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "attentions"), [("none", 2), ("full", 4), ("selective", 2), ("offloaded", 4)])
 def test_recomputation_changes_no_gradient(kind: Any, attentions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.fsdp import host_copies
+    from dagrl.workers.fsdp import copies
     from dagrl.workers.fsdp.model import prepare_layer
 
-    monkeypatch.setattr(host_copies, "LEAST_BYTES", 1)
-    plain, model, copies = tiny("qwen3"), tiny("qwen3"), None
+    monkeypatch.setattr(copies, "LEAST_BYTES", 1)
+    plain, model, before = tiny("qwen3"), tiny("qwen3"), None
     for layer in model.model.layers:
-        copies = prepare_layer(layer, FsdpConfig(activation_checkpointing=kind), copies, compiles=False)
+        before = prepare_layer(layer, FsdpConfig(activation_checkpointing=kind), before, compiles=False)
     tokens = torch.randint(0, 200, (2, 9))
     with Attentions() as calls:
         model(input_ids=tokens, use_cache=False).logits.square().mean().backward()
