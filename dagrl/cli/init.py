@@ -91,7 +91,6 @@ def check_new(path: Path) -> None:
 
 def write_config(answers: Answers, path: Path) -> None:
     """Writes the configuration."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, config_text(answers, path.stem))
 
 

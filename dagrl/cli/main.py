@@ -396,13 +396,14 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raises ConfigError for outputs that cannot be written, before minutes of measuring."""
+    """Raises ConfigError for outputs that cannot be written, before minutes of measuring, and makes their directories."""
     for flag, name in (("--json", "json"), ("--plot", "plot"), ("--export", "export"), ("-o", "output")):
         path = getattr(options, name, None)
         if path is not None:
             if path.is_dir():
                 raise ConfigError(f"{flag} {path} is a directory; expected: a file")
             require_writable(path.parent, f"{flag} {path}")
+            path.parent.mkdir(parents=True, exist_ok=True)
     if getattr(options, "plot", None) is not None:
         require_package("matplotlib", f"--plot {options.plot}", otherwise=", or leave --plot out")
 
