@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def megatron_pool() -> Iterator[MegatronPool]:
-    """Four processes in which Megatron workers of any layout run."""
-    pytest.importorskip("megatron.core")
-    from tests.integration.megatron_pool import MegatronPool
-
-    pool = MegatronPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Hugging Face checkpoints of every architecture that the train workers support, by name."""
     from tests.integration.megatron_reference import TinyModels
 
     return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def pool(tiny_models: dict[str, Path]) -> Iterator[MegatronPool]:
+    """Four processes in which train workers of any layout run, and `tiny_models` for them."""
+    pytest.importorskip("megatron.core")
+    from tests.integration.megatron_pool import MegatronPool
+
+    pool = MegatronPool(models=tiny_models)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

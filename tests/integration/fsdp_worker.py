@@ -1,4 +1,4 @@
-"""FsdpWorker for tests, which also reports gradients. Runs in the processes of `megatron_pool`."""
+"""FsdpWorker for tests, which also reports gradients. Runs in the processes of `MegatronPool`."""
 
 from typing import Any
 

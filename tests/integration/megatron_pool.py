@@ -2,10 +2,11 @@
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 from dagrl.config import Config
@@ -66,9 +67,10 @@ class Group:
 
 
 class MegatronPool:
-    """Processes in which `group` creates workers."""
+    """Processes in which `group` creates workers, and tiny Hugging Face `models` for them by name."""
 
-    def __init__(self, size: int = SIZE) -> None:
+    def __init__(self, size: int = SIZE, models: Mapping[str, Path] | None = None) -> None:
+        self.models = {} if models is None else models
         os.environ["OMP_NUM_THREADS"] = "1"
         self.connections, self.close = fork_servers(size, _prepare, _serve)
 

@@ -1,4 +1,4 @@
-"""MegatronWorker for tests, which also reports gradients and state. Runs in the processes of `megatron_pool`."""
+"""MegatronWorker for tests, which also reports gradients and state. Runs in the processes of `MegatronPool`."""
 
 import errno
 import os

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("first", "others"), RESUMED, ids=["gemma3", "experts"])
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
-    first: Case, others: list[Case], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+    first: Case, others: list[Case], pool: MegatronPool, tmp_path: Path
 ) -> None:
-    batch, directory, model = reference.make_batch(), str(tmp_path / "step-2"), tiny_models[first.model]
+    batch, directory, model = reference.make_batch(), str(tmp_path / "step-2"), pool.models[first.model]
     config = first.config(model, scheduler=SCHEDULE)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         for _ in range(2):
             train(group, batch)
         train(group, batch.with_scalars(global_valid_tokens=1e-45))  # gradients beyond all numbers: skipped
@@ -47,7 +47,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     verify_files(Path(directory), {name: entry for part in files for name, entry in part.items()})
     for other in (first, *others):
         config = other.config(model, scheduler=SCHEDULE)
-        with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
             group.call("load_checkpoint", directory)
             for name, value in reference.assemble(group.call("weights")).items():
                 np.testing.assert_array_equal(value, weights[name], err_msg=name)
@@ -63,14 +63,12 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("case", [Case("gemma3", {DP: 2}, packed=True), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2})], ids=str)
-def test_training_continues_unchanged_after_offloading(
-    case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    batch, config = reference.make_batch(), case.config(tiny_models[case.model], precision="bfloat16")
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+def test_training_continues_unchanged_after_offloading(case: Case, pool: MegatronPool) -> None:
+    batch, config = reference.make_batch(), case.config(pool.models[case.model], precision="bfloat16")
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         undisturbed = [logprobs(group, batch)["logprobs"], train(group, batch), train(group, batch)]
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         resident, weights = group.call("resident_bytes"), reference.assemble(group.call("weights"))
         group.call("offload", STATE_PARTS)
@@ -93,17 +91,15 @@ def test_training_continues_unchanged_after_offloading(
 @pytest.mark.parametrize(
     "case", [Case("gemma3", {DP: 2, CP: 2}), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}), Case("phi", {TP: 2})], ids=str
 )
-def test_transformers_loads_an_export_with_equal_logits(
-    case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_transformers_loads_an_export_with_equal_logits(case: Case, pool: MegatronPool, tmp_path: Path) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    model = tiny_models[case.model]
+    model = pool.models[case.model]
     for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
         (model / name).write_text(json.dumps({"temperature": 0.125}))
     config, batch = case.config(model), reference.make_batch()
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         found = logprobs(group, batch)["logprobs"]
         group.call("export_hf", str(tmp_path / "export"))
@@ -121,19 +117,19 @@ def test_transformers_loads_an_export_with_equal_logits(
 
 
 @pytest.mark.parametrize("case", [Case("qwen3", {DP: 2, CP: 2}, packed=True), Case("gemma3", {TP: 2})], ids=str)
-def test_a_critic_is_plain_torchs(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    batch, config = value_batch(), case.config(tiny_models[case.model], optimizer=UNCLIPPED)
-    deviation = json.loads((tiny_models[case.model] / "config.json").read_text())["initializer_range"]
+def test_a_critic_is_plain_torchs(case: Case, pool: MegatronPool) -> None:
+    batch, config = value_batch(), case.config(pool.models[case.model], optimizer=UNCLIPPED)
+    deviation = json.loads((pool.models[case.model] / "config.json").read_text())["initializer_range"]
     head = torch.empty(1, 64).normal_(0, deviation, generator=torch.Generator().manual_seed(config.seed))
-    expected = plain_torch(tiny_models[case.model], head.numpy(), batch, config)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp value") as group:
+    expected = plain_torch(pool.models[case.model], head.numpy(), batch, config)
+    with pool.group(config.policy.train_layout, config, kind="fsdp value") as group:
         np.testing.assert_allclose(own_values(group, batch), expected.values, atol=1e-5)
         losses = [train(group, batch, "value")["loss"] for _ in range(reference.STEPS)]
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
 
 
-def test_a_teacher_has_no_state_to_train(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    batch, config = reference.make_batch(), Case("gemma3", {DP: 2}, packed=True).config(tiny_models["gemma3"])
-    expected = reference.train_reference(tiny_models["gemma3"], batch, config, reference.sft_reference)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp teacher") as group:
+def test_a_teacher_has_no_state_to_train(pool: MegatronPool) -> None:
+    batch, config = reference.make_batch(), Case("gemma3", {DP: 2}, packed=True).config(pool.models["gemma3"])
+    expected = reference.train_reference(pool.models["gemma3"], batch, config, reference.sft_reference)
+    with pool.group(config.policy.train_layout, config, kind="fsdp teacher") as group:
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected.logprobs, atol=1e-5)

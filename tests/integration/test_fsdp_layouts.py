@@ -140,9 +140,9 @@ def plain_gradients(model: Path, *, groups: bool = False) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (str(case) in SLOW)) for case in CASES], ids=str
 )
-def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    model = tiny_models[case.model]
-    found, expected = run_case(megatron_pool, case, model), plain_run(model)
+def test_steps_match_plain_torch(case: Case, pool: MegatronPool) -> None:
+    model = pool.models[case.model]
+    found, expected = run_case(pool, case, model), plain_run(model)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.entropy, expected.entropy, atol=1e-5, rtol=0)
     reference.assert_gradients(found.gradients, plain_gradients(model), 2e-4)
@@ -160,14 +160,14 @@ def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_m
     ],
     ids=str,
 )
-def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    batch, config = reference.make_batch(grpo=True), case.config(tiny_models[case.model], generation={"temperature": 0.7})
+def test_grpo_steps_match_plain_torch(case: Case, pool: MegatronPool) -> None:
+    batch, config = (reference.make_batch(grpo=True), case.config(pool.models[case.model], generation={"temperature": 0.7}))
 
     def loss(current: Tensor, batch: Batch) -> Tensor:
         return grpo_reference(current, batch, token_level=True)
 
-    expected = reference.train_reference(tiny_models[case.model], batch, config, loss)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    expected = reference.train_reference(pool.models[case.model], batch, config, loss)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
     np.testing.assert_allclose([step["grad_norm"] for step in steps], expected.norms, rtol=1e-4)
@@ -185,15 +185,13 @@ def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, t
     ],
     ids=str,
 )
-def test_shared_prefixes_give_the_gradients_of_whole_sequences(
-    case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_shared_prefixes_give_the_gradients_of_whole_sequences(case: Case, pool: MegatronPool) -> None:
     """The truth is transformers, one sequence at a time."""
-    model, batch = tiny_models[case.model], group_batch()
+    model, batch = pool.models[case.model], group_batch()
     packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": True}
     config = case.config(model, optimizer=UNCLIPPED, sequence_packing=packing)
     truth = reference.train_reference(model, batch, config, reference.sft_reference, steps=1)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         found = run_group(group, batch)
     assert found["saved"] > 0.1
     inside = np.arange(batch.tokens) < batch["lengths"][:, None]
@@ -204,35 +202,36 @@ def test_shared_prefixes_give_the_gradients_of_whole_sequences(
 
 
 @pytest.mark.slow
-def test_rotary_factors_are_those_of_the_runs_length(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_rotary_factors_are_those_of_the_runs_length(pool: MegatronPool) -> None:
     """Also of rows, and of context-parallel ranks' parts of them, that are shorter than the long factors begin with."""
-    batch, model = reference.make_batch(), reference.load_model(tiny_models["phi3_long"])
+    batch, model = reference.make_batch(), reference.load_model(pool.models["phi3_long"])
     model.config.rope_parameters["short_factor"] = model.config.rope_parameters["long_factor"]
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     with torch.no_grad():
         expected = reference.hf_logprobs(model, batch)[0].numpy()
-    config = Case("phi3_long", {CP: 2}).config(tiny_models["phi3_long"], max_total_sequence_length=22)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    config = Case("phi3_long", {CP: 2}).config(pool.models["phi3_long"], max_total_sequence_length=22)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
 
 
-def test_a_model_whose_packed_rows_see_each_other_is_refused(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_a_model_whose_packed_rows_see_each_other_is_refused(pool: MegatronPool) -> None:
     """GPT-OSS of transformers 5.19 makes masks without positions, so eager attention does not tell sequences apart."""
-    config = Case("gpt_oss", packed=True).config(tiny_models["gpt_oss"])
+    config = Case("gpt_oss", packed=True).config(pool.models["gpt_oss"])
     with pytest.raises(WorkerError, match="sequences of a packed row see each other in GptOssForCausalLM"):
-        with megatron_pool.group(config.policy.train_layout, config, kind="fsdp"):
+        with pool.group(config.policy.train_layout, config, kind="fsdp"):
             pass
 
 
-def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_muon_has_the_matrices_of_the_layers(pool: MegatronPool) -> None:
     """Its updates need whole matrices, of which each rank has a part."""
     from transformers import AutoModelForCausalLM
 
     batch, optimizer = reference.make_batch(), {"name": "torch.optim:Muon", "args": {"momentum": 0.9}, **UNCLIPPED}
-    config = Case("qwen3", {DP: 2}).config(tiny_models["qwen3"], optimizer=optimizer)
-    model, wanted = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32), config.policy.optimizer
+    config = Case("qwen3", {DP: 2}).config(pool.models["qwen3"], optimizer=optimizer)
+    model, wanted = (
+        AutoModelForCausalLM.from_pretrained(pool.models["qwen3"], dtype=torch.float32),
+        config.policy.optimizer,
+    )
     layers = [one for one in model.model.layers.parameters() if one.ndim == 2]
     rest = [one for one in model.parameters() if all(one is not other for other in layers)]
     vectors, tables = ([one for one in rest if one.ndim == ndim] for ndim in (1, 2))
@@ -247,19 +246,19 @@ def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_m
         loss.backward()
         muon.step(), adam.step()
         expected.append(loss.item())
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
     np.testing.assert_allclose(losses, expected, atol=2e-3)  # it multiplies in bfloat16
 
 
-def test_any_optimizer_is_found_by_its_path(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_any_optimizer_is_found_by_its_path(pool: MegatronPool) -> None:
     """One without fused kernels for shards."""
     from transformers import AutoModelForCausalLM
 
     batch, optimizer = reference.make_batch(), {**UNCLIPPED, "name": "torch.optim:SGD", "args": {"momentum": 0.5}}
-    config = Case("qwen3", {DP: 2}).config(tiny_models["qwen3"], optimizer=optimizer)
+    config = Case("qwen3", {DP: 2}).config(pool.models["qwen3"], optimizer=optimizer)
     wanted = config.policy.optimizer
-    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(pool.models["qwen3"], dtype=torch.float32)
     decays = {True: wanted.weight_decay, False: 0.0}
     groups = [
         {"params": [one for one in model.parameters() if (one.ndim > 1) is matrices], "weight_decay": decay}
@@ -272,17 +271,15 @@ def test_any_optimizer_is_found_by_its_path(megatron_pool: MegatronPool, tiny_mo
         loss.backward()
         plain.step()
         expected.append(loss.item())
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
     np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
-def test_an_optimizer_that_cannot_update_shards_is_an_error(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    config = Case("qwen3", {DP: 2}).config(tiny_models["qwen3"], optimizer={"name": "torch.optim:Rprop"})
+def test_an_optimizer_that_cannot_update_shards_is_an_error(pool: MegatronPool) -> None:
+    config = Case("qwen3", {DP: 2}).config(pool.models["qwen3"], optimizer={"name": "torch.optim:Rprop"})
     message = r"torch\.optim:Rprop, which cannot update the weights of this layout: RuntimeError"
-    with pytest.raises(WorkerError, match=message), megatron_pool.group(config.policy.train_layout, config, kind="fsdp"):
+    with pytest.raises(WorkerError, match=message), pool.group(config.policy.train_layout, config, kind="fsdp"):
         pass
 
 
@@ -311,11 +308,11 @@ SLOW_ARCHITECTURES = {"HrmTextForCausalLM", "OlmoHybridForCausalLM"}
     ],
 )
 def test_steps_are_those_of_transformers(
-    name: str, layout: str, packing: dict[str, Any], megatron_pool: MegatronPool, tmp_path: Path
+    name: str, layout: str, packing: dict[str, Any], pool: MegatronPool, tmp_path: Path
 ) -> None:
     tiny_model(name, seed=0).float().save_pretrained(tmp_path)  # type: ignore[operator]
     expected, config = plain_steps(tmp_path), make_config(tmp_path, LAYOUTS[layout], packing)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         steps = [train(group, make_batch(), kind) for kind in STEPS]
     losses, norms = zip(*expected, strict=True)
     np.testing.assert_allclose([step["loss"] for step in steps], losses, rtol=1e-5, atol=1e-5)

@@ -35,23 +35,18 @@ IN_CI = "gemma3-dp2-packed"  # test_fsdp_layouts.py has the other models and set
     ],
 )
 def test_steps_and_files_match_peft(
-    case: Case,
-    targets: tuple[str, ...],
-    experts: tuple[str, ...],
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-    tmp_path: Path,
+    case: Case, targets: tuple[str, ...], experts: tuple[str, ...], pool: MegatronPool, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model, batch = tiny_models[case.model], reference.make_batch()
+    model, batch = pool.models[case.model], reference.make_batch()
     peft = Peft(model, tmp_path / "theirs", targets, experts)
     settings = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets, "target_parameters": experts}
     config = case.config(model, optimizer=UNCLIPPED, peft={**settings, "adapter_path": str(peft.directory)})
     with torch.no_grad(), peft.model.disable_adapter():
         base = reference.hf_logprobs(peft.model, batch)[0].numpy()
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         first = logprobs(group, batch)["logprobs"]
         np.testing.assert_allclose(first, reference.hf_logprobs(peft.model, batch)[0].detach().numpy(), atol=1e-5)
         group.call("snapshot_reference")
@@ -72,18 +67,16 @@ def test_steps_and_files_match_peft(
         with torch.no_grad():
             np.testing.assert_allclose(reference.hf_logprobs(exported, batch)[0].numpy(), last, atol=1e-5)
     other = Case(case.model, {DP: 4}).config(model, optimizer=UNCLIPPED, peft=settings)
-    with megatron_pool.group(other.policy.train_layout, other, kind="fsdp") as group:
+    with pool.group(other.policy.train_layout, other, kind="fsdp") as group:
         group.call("load_checkpoint", str(tmp_path / "checkpoint"))
         assert train(group, batch)["loss"] == pytest.approx(went_on, abs=1e-5)
 
 
 @pytest.mark.parametrize("layout", [{DP: 2}, pytest.param({TP: 2}, marks=pytest.mark.slow)], ids=str)
-def test_a_refit_of_adapters_sends_both_factors_whole(
-    layout: dict[str, int], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_a_refit_of_adapters_sends_both_factors_whole(layout: dict[str, int], pool: MegatronPool) -> None:
     batch, peft = reference.make_batch(), {"enabled": True, "dim": DIM, "alpha": ALPHA, "refit": "adapters"}
-    config = Case("qwen3", layout).config(tiny_models["qwen3"], peft=peft, generation={"temperature": 1.0})
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    config = Case("qwen3", layout).config(pool.models["qwen3"], peft=peft, generation={"temperature": 1.0})
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         weights = reference.assemble(group.call("weights"))
         ranks = group.call("sent")
@@ -147,14 +140,14 @@ def assert_gradients(found: Mapping[str, Any], model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("case", REPLAYS, ids=str)
-def test_replayed_experts_match_the_record(case: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    plain, model = reference.make_batch(), load_model(tiny_models[case.model])
+def test_replayed_experts_match_the_record(case: Case, pool: MegatronPool) -> None:
+    plain, model = reference.make_batch(), load_model(pool.models[case.model])
     batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_local_experts, 2, dense=1)
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0]
     reference.sft_reference(expected, plain).backward()
-    config = case.config(tiny_models[case.model], optimizer=UNCLIPPED, router_replay=True)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    config = case.config(pool.models[case.model], optimizer=UNCLIPPED, router_replay=True)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         found = logprobs(group, batch)
         step = train(group, batch)
         after = logprobs(group, batch)
@@ -169,17 +162,15 @@ def test_replayed_experts_match_the_record(case: Case, megatron_pool: MegatronPo
 
 
 @pytest.mark.parametrize("fsdp", [{CP: 2}, pytest.param(FULL, marks=pytest.mark.slow)], ids=["split rows", "recomputed"])
-def test_the_load_balancing_loss_is_that_of_switch(
-    fsdp: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    batch, model = reference.make_batch(), load_model(tiny_models["qwen3_moe"])
+def test_the_load_balancing_loss_is_that_of_switch(fsdp: dict[str, Any], pool: MegatronPool) -> None:
+    batch, model = reference.make_batch(), load_model(pool.models["qwen3_moe"])
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
     balance = loss_of(routers, batch, 2)
     (likelihood + BALANCE * balance).backward()
     case = Case("qwen3_moe", {DP: 2}, {"moe_aux_loss_coeff": BALANCE, **fsdp})
-    config = case.config(tiny_models["qwen3_moe"], optimizer=UNCLIPPED)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    config = case.config(pool.models["qwen3_moe"], optimizer=UNCLIPPED)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         step = train(group, batch, warmup="whole")
         gradients = reference.assemble(group.call("gradients"))
     assert step["loss"] == pytest.approx(likelihood.item(), abs=1e-5)

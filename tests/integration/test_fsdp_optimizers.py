@@ -25,13 +25,11 @@ class EagerAdamW8bit(optim.AdamW8bit):  # type: ignore[misc]
             return super().step(closure)
 
 
-def test_8bit_adam_trains_and_continues_at_another_layout(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    batch, model = reference.make_batch(), tiny_models["qwen3"]
+def test_8bit_adam_trains_and_continues_at_another_layout(pool: MegatronPool, tmp_path: Path) -> None:
+    batch, model = reference.make_batch(), pool.models["qwen3"]
     optimizer = {"name": f"{__name__}:EagerAdamW8bit", **UNCLIPPED}
     config = Case("qwen3", {DP: 2}).config(model, optimizer=optimizer)
-    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         held = group.call("resident_bytes")[0]
         assert held["optimizer"] < 0.7 * held["weights"]  # 1 + 1 bytes for 4; matrices of 4,096 numbers and more
         steps = [train(group, batch) for _ in range(reference.STEPS)]
@@ -45,6 +43,6 @@ def test_8bit_adam_trains_and_continues_at_another_layout(
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=5e-3)
     assert steps[0]["grad_norm"] == pytest.approx(expected.norms[0], rel=1e-4)
     other = Case("qwen3", {DP: 4}).config(model, optimizer=optimizer)
-    with megatron_pool.group(other.policy.train_layout, other, kind="fsdp") as group:
+    with pool.group(other.policy.train_layout, other, kind="fsdp") as group:
         group.call("load_checkpoint", str(tmp_path / "checkpoint"))
         assert train(group, batch)["loss"] == pytest.approx(went_on["loss"], abs=1e-5)

@@ -38,15 +38,10 @@ def config_of(model: Path, policy: dict[str, Any]) -> Any:
     ],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
-    model: str,
-    first: Setting,
-    others: list[Setting],
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-    tmp_path: Path,
+    model: str, first: Setting, others: list[Setting], pool: MegatronPool, tmp_path: Path
 ) -> None:
     batch, directory, (layout, policy) = reference.make_batch(), str(tmp_path / "step-2"), first
-    with megatron_pool.group(layout, config_of(tiny_models[model], policy)) as group:
+    with pool.group(layout, config_of(pool.models[model], policy)) as group:
         for _ in range(2):
             train(group, batch)
         train(group, batch.with_scalars(global_valid_tokens=1e-45))  # gradients beyond all numbers: skipped
@@ -59,7 +54,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     verify_files(Path(directory), {name: entry for part in files for name, entry in part.items()})
     assert sum(map(len, files)) == len(list(Path(directory).glob("*.distcp")))
     for other, settings in [first, *others]:
-        with megatron_pool.group(other, config_of(tiny_models[model], settings)) as group:
+        with pool.group(other, config_of(pool.models[model], settings)) as group:
             group.call("load_checkpoint", directory)
             _assert_equal(reference.assemble(group.call("weights")), weights)
             if moments is not None and "sharded" not in settings:
@@ -87,10 +82,10 @@ def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     "policy", [pytest.param({}, marks=pytest.mark.slow, id="replicated"), pytest.param(SHARDED, id="sharded")]
 )
 def test_a_background_checkpoint_has_the_state_at_its_start(
-    policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+    policy: dict[str, Any], pool: MegatronPool, tmp_path: Path
 ) -> None:
     batch, directory, trained = reference.make_batch(), tmp_path / "checkpoint", tmp_path / "trained"
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **policy)) as group:
+    with pool.group(DP2, reference.make_config(pool.models["qwen3"], **policy)) as group:
         train(group, batch)
         before = group.call("state")
         group.call("hold_writing", str(trained))
@@ -109,12 +104,10 @@ def test_a_background_checkpoint_has_the_state_at_its_start(
         _assert_same_states(group.call("state"), before)
 
 
-def test_a_slow_disk_has_until_the_checkpoint_deadline(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_slow_disk_has_until_the_checkpoint_deadline(pool: MegatronPool, tmp_path: Path) -> None:
     """One worker's disk is slower than the deadline of collectives."""
     directory = str(tmp_path / "checkpoint")
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+    with pool.group(DP2, reference.make_config(pool.models["qwen3"])) as group:
         before = group.call("state")
         group.call("shorten_collectives", 1.5)
         group.call("slow_disk", per_rank=[(0.0,), (2.0,)])
@@ -124,11 +117,9 @@ def test_a_slow_disk_has_until_the_checkpoint_deadline(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_of_one_worker_raises_on_all(
-    background: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_full_disk_of_one_worker_raises_on_all(background: bool, pool: MegatronPool, tmp_path: Path) -> None:
     """The next save works."""
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+    with pool.group(DP2, reference.make_config(pool.models["qwen3"])) as group:
         before = group.call("state")
         group.call("fill_disk", per_rank=[(False,), (True,)])
         if background:
@@ -140,10 +131,8 @@ def test_a_full_disk_of_one_worker_raises_on_all(
         _assert_same_states(group.call("state"), before)
 
 
-def test_a_stuck_save_is_an_error_after_the_deadline(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    with megatron_pool.group(SINGLE, reference.make_config(tiny_models["qwen3"])) as group:
+def test_a_stuck_save_is_an_error_after_the_deadline(pool: MegatronPool, tmp_path: Path) -> None:
+    with pool.group(SINGLE, reference.make_config(pool.models["qwen3"])) as group:
         group.call("stall_writing")
         group.call("shorten_checkpoints", 0.5)
         group.call("save_checkpoint", str(tmp_path / "checkpoint"), True)
@@ -152,12 +141,10 @@ def test_a_stuck_save_is_an_error_after_the_deadline(
         group.call("release_writing")
 
 
-def test_a_checkpoint_that_does_not_fit_is_rejected(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_rejected(pool: MegatronPool, tmp_path: Path) -> None:
     """On every worker, with its state unchanged. tests/unit/workers/test_train_checkpoint.py has other models."""
     directory = tmp_path / "checkpoint"
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+    with pool.group(DP2, reference.make_config(pool.models["qwen3"])) as group:
         group.call("save_checkpoint", str(directory))
         before = group.call("state")
         _fails(group, r"cannot read .*worker\.json", "load_checkpoint", str(tmp_path / "nothing"))
@@ -204,13 +191,13 @@ OFFLOADED = [
 
 @pytest.mark.parametrize(("model", "layout", "policy"), OFFLOADED)
 def test_training_continues_unchanged_after_offloading(
-    model: str, layout: ParallelLayout, policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+    model: str, layout: ParallelLayout, policy: dict[str, Any], pool: MegatronPool
 ) -> None:
-    batch, config = reference.make_batch(), reference.make_config(tiny_models[model], **policy)
-    with megatron_pool.group(layout, config) as group:
+    batch, config = reference.make_batch(), reference.make_config(pool.models[model], **policy)
+    with pool.group(layout, config) as group:
         train(group, batch)
         undisturbed = [logprobs(group, batch)["logprobs"], train(group, batch), train(group, batch)]
-    with megatron_pool.group(layout, config) as group:
+    with pool.group(layout, config) as group:
         train(group, batch)
         state, resident = group.call("state"), group.call("resident_bytes")
         group.call("offload", ALL)
@@ -230,9 +217,9 @@ def test_training_continues_unchanged_after_offloading(
     assert disturbed[1:] == undisturbed[1:]  # bit for bit
 
 
-def test_a_warm_up_of_offloading_moves_nothing(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
-    with megatron_pool.group(ParallelLayout(), config) as group:
+def test_a_warm_up_of_offloading_moves_nothing(pool: MegatronPool) -> None:
+    batch, config = reference.make_batch(), reference.make_config(pool.models["qwen3"])
+    with pool.group(ParallelLayout(), config) as group:
         resident = group.call("resident_bytes")
         group.call("prepare_for_logprobs", 0, warmup=True)
         assert group.call("resident_bytes") == resident

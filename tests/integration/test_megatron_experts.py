@@ -92,14 +92,12 @@ def run(group: Group, batch: Batch) -> tuple[dict[str, float], dict[str, Any], A
 
 
 @pytest.mark.parametrize("model", ["qwen3_many_experts", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_padding_adds_nothing_and_is_spread_over_the_experts(
-    model: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_padding_adds_nothing_and_is_spread_over_the_experts(model: str, pool: MegatronPool) -> None:
     """Compares with the same rows one by one, each at its own width."""
     batch = reference.make_batch()
     alone = [batch.select([row]) for row in range(reference.ROWS)]
-    config = reference.make_config(tiny_models[model], optimizer={"clip_grad": 1e3})
-    with megatron_pool.group(ParallelLayout(), config) as group:
+    config = reference.make_config(pool.models[model], optimizer={"clip_grad": 1e3})
+    with pool.group(ParallelLayout(), config) as group:
         found, gradients, logprobs, counts = run(group, reference.padded(batch, Bucket(reference.ROWS, WIDE)))
         tight = [run(group, reference.padded(row, Bucket(1, int(row["lengths"][0])))) for row in alone]
     assert found["microbatch_padding_share"] > 0.8

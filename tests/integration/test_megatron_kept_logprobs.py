@@ -1,6 +1,5 @@
 """A step on log-probabilities that stayed with the workers equals, bit for bit, the step that is given them in its batch."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,10 @@ def identified(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize(("layout", "packed"), CASES)
-def test_losses_and_gradients_are_equal(
-    layout: ParallelLayout, packed: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED, **packed)
+def test_losses_and_gradients_are_equal(layout: ParallelLayout, packed: dict[str, Any], pool: MegatronPool) -> None:
+    config = reference.make_config(pool.models["qwen3"], optimizer=UNCLIPPED, **packed)
     batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)
-    with megatron_pool.group(layout, config.model_copy(update={"loss_fn": LOSS})) as group:
+    with pool.group(layout, config.model_copy(update={"loss_fn": LOSS})) as group:
         group.call("snapshot_reference")
         policy = logprobs(group, batch)
         columns = {

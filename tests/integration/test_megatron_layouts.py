@@ -175,9 +175,9 @@ def plain_torch(directory: Path) -> reference.Run:
     [pytest.param(item, marks=[pytest.mark.slow] * (item.name in SLOW)) for item in CASES],
     ids=lambda item: item.name,
 )
-def test_three_steps_match_plain_torch(item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_three_steps_match_plain_torch(item: Case, pool: MegatronPool) -> None:
     """A sharded optimizer leaves each worker a part of the gradients, which are not compared then."""
-    found, expected = run_case(megatron_pool, item, tiny_models[item.model]), plain_torch(tiny_models[item.model])
+    found, expected = run_case(pool, item, pool.models[item.model]), plain_torch(pool.models[item.model])
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.entropy, expected.entropy, atol=1e-5, rtol=0)
     assert item.sharded or set(found.gradients) == set(expected.gradients)
@@ -196,19 +196,17 @@ IN_BFLOAT16 = [
 
 
 @pytest.mark.parametrize("item", IN_BFLOAT16, ids=lambda item: item.name)
-def test_bfloat16_is_close_to_float32(item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_bfloat16_is_close_to_float32(item: Case, pool: MegatronPool) -> None:
     """By bounds that a model without attention violates."""
-    found = run_case(megatron_pool, item, tiny_models[item.model], precision="bfloat16")
-    assert not reference.beyond_bfloat16(found, plain_torch(tiny_models[item.model]))
+    found = run_case(pool, item, pool.models[item.model], precision="bfloat16")
+    assert not reference.beyond_bfloat16(found, plain_torch(pool.models[item.model]))
 
 
 @pytest.mark.parametrize(("recomputed", "twice"), [(True, 4), (False, 0)], ids=["all", "none"])
-def test_activations_are_recomputed_where_asked(
-    recomputed: bool, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_activations_are_recomputed_where_asked(recomputed: bool, twice: int, pool: MegatronPool) -> None:
     """Each layer runs once per microbatch, and again in the backward pass. Cases above check the gradients."""
     item = case("qwen3", "recomputed", recomputed=recomputed)
-    with megatron_pool.group(item.layout, configuration(item, tiny_models["qwen3"])) as group:
+    with pool.group(item.layout, configuration(item, pool.models["qwen3"])) as group:
         (runs,) = group.call("attention_runs", reference.make_batch())
     once = reference.ROWS // 2  # microbatches
     assert runs == [2 * once] * twice + [once] * (4 - twice)
@@ -221,18 +219,16 @@ GRPO_CASES = [  # sequences counted over a batch split by rows or by tokens
 
 
 @pytest.mark.parametrize(("layout", "token_level"), GRPO_CASES)
-def test_grpo_steps_match_plain_torch(
-    layout: ParallelLayout, token_level: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_grpo_steps_match_plain_torch(layout: ParallelLayout, token_level: bool, pool: MegatronPool) -> None:
     batch = reference.make_batch(grpo=True)
-    config = reference.make_config(tiny_models["qwen3"], generation={"temperature": 0.7})
+    config = reference.make_config(pool.models["qwen3"], generation={"temperature": 0.7})
     config = config.model_copy(update={"loss_fn": config.loss_fn.model_copy(update={"token_level_loss": token_level})})
 
     def loss(current: Tensor, batch: Batch) -> Tensor:
         return grpo_reference(current, batch, token_level)
 
-    expected = reference.train_reference(tiny_models["qwen3"], batch, config, loss)
-    with megatron_pool.group(layout, config) as group:
+    expected = reference.train_reference(pool.models["qwen3"], batch, config, loss)
+    with pool.group(layout, config) as group:
         train(group, batch, "policy", warmup="whole")
         gradients = reference.assemble(group.call("gradients"))
         steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
@@ -265,16 +261,16 @@ SHARED_PREFIXES = [
 
 @pytest.mark.parametrize(("model", "layout"), SHARED_PREFIXES, ids=lambda part: str(getattr(part, "world_size", part)))
 def test_shared_prefixes_give_the_gradients_of_whole_sequences(
-    model: str, layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+    model: str, layout: ParallelLayout, pool: MegatronPool
 ) -> None:
     """The truth is Hugging Face, one sequence at a time."""
     packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": True}
     megatron = {"sequence_parallel": layout.tp > 1}
-    config = reference.make_config(tiny_models[model], megatron_cfg=megatron, sequence_packing=packing, optimizer=UNCLIPPED)
+    config = reference.make_config(pool.models[model], megatron_cfg=megatron, sequence_packing=packing, optimizer=UNCLIPPED)
     batch = group_batch()
-    truth = reference.train_reference(tiny_models[model], batch, config, reference.sft_reference, steps=1)
+    truth = reference.train_reference(pool.models[model], batch, config, reference.sft_reference, steps=1)
     apart = SequencePackingConfig.model_validate({**packing, "shared_prefix": False})
-    with megatron_pool.group(layout, config) as group:
+    with pool.group(layout, config) as group:
         found = run_group(group, batch)
         group.call("configure", {"sequence_packing": apart})
         whole = run_group(group, batch)

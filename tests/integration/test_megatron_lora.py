@@ -117,17 +117,16 @@ def test_losses_gradients_and_files_match_peft(
     targets: tuple[str, ...],
     megatron: dict[str, Any],
     policy: dict[str, Any],
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
+    pool: MegatronPool,
     tmp_path: Path,
 ) -> None:
-    peft = Peft(tiny_models[model], tmp_path / "theirs", targets)
+    peft = Peft(pool.models[model], tmp_path / "theirs", targets)
     batch = reference.make_batch()
-    config = config_of(tiny_models[model], peft.directory, targets, megatron, **policy)
+    config = config_of(pool.models[model], peft.directory, targets, megatron, **policy)
     expected = reference.hf_logprobs(peft.model, batch)[0].detach().numpy()
     with peft.model.disable_adapter(), torch.no_grad():
         base = reference.hf_logprobs(peft.model, batch)[0].numpy()
-    with megatron_pool.group(layout, config) as group:
+    with pool.group(layout, config) as group:
         group.call("snapshot_reference")
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
         np.testing.assert_allclose(logprobs(group, batch, "reference")["logprobs"], base, atol=1e-5, rtol=0)
@@ -146,7 +145,7 @@ def test_losses_gradients_and_files_match_peft(
     assert all(with_gradient == with_moments for with_gradient, with_moments in trained)
     if layout.pp == 1:
         assert trained[0][0] == sum(part.numel() for part in peft.parameters().values())
-    assert_exported(tiny_models[model], tmp_path / "ours", batch, after)
+    assert_exported(pool.models[model], tmp_path / "ours", batch, after)
 
 
 def assert_exported(base: Path, exported: Path, batch: Batch, expected: Any) -> None:
@@ -177,19 +176,14 @@ SENT = [
 
 @pytest.mark.parametrize(("model", "layout", "targets"), SENT)
 def test_a_refit_of_adapters_alone_sends_those_of_the_export(
-    model: str,
-    layout: ParallelLayout,
-    targets: tuple[str, ...],
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-    tmp_path: Path,
+    model: str, layout: ParallelLayout, targets: tuple[str, ...], pool: MegatronPool, tmp_path: Path
 ) -> None:
     """B is sent times the scale. Checked after each of two steps."""
     from safetensors.torch import load_file
 
-    config = config_of(tiny_models[model], None, targets, {}, peft={"refit": "adapters"})
+    config = config_of(pool.models[model], None, targets, {}, peft={"refit": "adapters"})
     batch = reference.make_batch()
-    with megatron_pool.group(layout, config) as group:
+    with pool.group(layout, config) as group:
         group.call("export_hf", str(tmp_path / "start"))
         stored = load_file(tmp_path / "start" / "adapter" / "adapter_model.safetensors")
         shapes = {name.removeprefix("base_model.model."): tensor.shape for name, tensor in stored.items()}
@@ -217,34 +211,32 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("model", "first", "second"), RESUMED)
-def test_a_run_resumes_in_another_layout(
-    model: str, first: Any, second: Any, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_resumes_in_another_layout(model: str, first: Any, second: Any, pool: MegatronPool, tmp_path: Path) -> None:
     batch, directory = reference.make_batch(), tmp_path / "saved"
-    configs = [config_of(tiny_models[model], None, DENSE, {}, **keys) for _, keys in (first, second)]
-    with megatron_pool.group(first[0], configs[0]) as group:
+    configs = [config_of(pool.models[model], None, DENSE, {}, **keys) for _, keys in (first, second)]
+    with pool.group(first[0], configs[0]) as group:
         for _ in range(2):
             train(group, batch)
         group.call("save_checkpoint", str(directory))
         went_on = [train(group, batch)["loss"] for _ in range(2)]
-    with megatron_pool.group(second[0], configs[1]) as group:
+    with pool.group(second[0], configs[1]) as group:
         group.call("load_checkpoint", str(directory))
         np.testing.assert_allclose([train(group, batch)["loss"] for _ in range(2)], went_on, atol=1e-5, rtol=0)
-    weights = sum(path.stat().st_size for path in tiny_models[model].glob("*.safetensors"))
+    weights = sum(path.stat().st_size for path in pool.models[model].glob("*.safetensors"))
     assert sum(path.stat().st_size for path in directory.iterdir()) < 3 * weights  # adapters with moments, no base weights
     with (
-        megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models[model])) as group,
+        pool.group(ParallelLayout(), reference.make_config(pool.models[model])) as group,
         pytest.raises(WorkerError, match="LoRA adapters"),
     ):
         group.call("load_checkpoint", str(directory))
 
 
-def test_frozen_weights_have_no_gradient_products(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_frozen_weights_have_no_gradient_products(pool: MegatronPool) -> None:
     """A step of full fine-tuning has a product of the shape of each weight; one with LoRA has none, and no buffers."""
     found = []
     for peft in (False, True):
-        config = config_of(tiny_models["llama"], None, DENSE, {}, peft={"enabled": peft})
-        with megatron_pool.group(ParallelLayout(), config) as group:
+        config = config_of(pool.models["llama"], None, DENSE, {}, peft={"enabled": peft})
+        with pool.group(ParallelLayout(), config) as group:
             (products,) = group.call("products", reference.make_batch())
             ((trained, _),) = group.call("trained_elements")
             (resident,) = group.call("resident_bytes")

@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +38,9 @@ def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
     [("qwen3_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))],
     ids=["tied-tp2pp2", "moe-dp2ep2"],
 )
-def test_weights_after_each_step_arrive(
-    model: str, layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_weights_after_each_step_arrive(model: str, layout: ParallelLayout, pool: MegatronPool) -> None:
     batch = reference.make_batch()
-    with megatron_pool.group(layout, reference.make_config(tiny_models[model])) as group:
+    with pool.group(layout, reference.make_config(pool.models[model])) as group:
         shapes = {name: tensor.shape for name, tensor in reference.assemble(group.call("weights")).items()}
         plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
         received = {name: torch.zeros(shape) for name, shape in shapes.items()}

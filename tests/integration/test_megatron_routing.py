@@ -128,18 +128,16 @@ def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], toleranc
 
 
 @each(CASES)
-def test_loss_gradients_and_metrics_match_the_papers(
-    name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_loss_gradients_and_metrics_match_the_papers(name: str, pool: MegatronPool) -> None:
     case, batch = CASES[name], reference.make_batch()
-    model = load_model(tiny_models[case.model])
+    model = load_model(pool.models[case.model])
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
     balance, weight = loss_of(routers, batch, case.layout.dp), case.megatron.get("moe_aux_loss_coeff", 0.0)
     (likelihood + weight * balance).backward()
     keys = {**case.policy, "megatron_cfg": case.megatron}
-    config = reference.make_config(tiny_models[case.model], optimizer=UNCLIPPED, **keys)
-    with megatron_pool.group(case.layout, config) as group:
+    config = reference.make_config(pool.models[case.model], optimizer=UNCLIPPED, **keys)
+    with pool.group(case.layout, config) as group:
         step = train(group, batch, warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients"))
     layers = len(routers.logits)
@@ -173,21 +171,21 @@ def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: i
 
 
 @each(REPLAYS)
-def test_replayed_experts_match_the_record(name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_replayed_experts_match_the_record(name: str, pool: MegatronPool) -> None:
     """Log-probabilities and gradients of a model whose routers are made to choose the recorded experts."""
     plain, (kind, layout, dense) = reference.make_batch(), REPLAYS[name]
-    model = load_model(tiny_models[kind])
+    model = load_model(pool.models[kind])
     batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_local_experts, 2, dense)
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0]
     reference.sft_reference(expected, plain).backward()
-    own = reference.hf_logprobs(load_model(tiny_models[kind]), plain)[0]
+    own = reference.hf_logprobs(load_model(pool.models[kind]), plain)[0]
     assert (expected - own).abs().max() > 0.1, "the record changes nothing"
     keys: dict[str, Any] = {"router_replay": True}
     if "packed" in name:
         keys |= {**PACKED, "megatron_cfg": {"activation_checkpointing": True}}
-    config = reference.make_config(tiny_models[kind], optimizer=UNCLIPPED, **keys)
-    with megatron_pool.group(layout, config) as group:
+    config = reference.make_config(pool.models[kind], optimizer=UNCLIPPED, **keys)
+    with pool.group(layout, config) as group:
         found = logprobs(group, batch)
         step = train(group, batch)
         gradients = reference.assemble(group.call("gradients"))

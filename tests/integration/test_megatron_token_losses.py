@@ -22,10 +22,10 @@ NAMES = ("dual clip", "gspo", "cispo", "reinforce", "distill")
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def group(request: pytest.FixtureRequest, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> Iterator[Group]:
+def group(request: pytest.FixtureRequest, pool: MegatronPool) -> Iterator[Group]:
     layout, packing = LAYOUTS[request.param]
-    config = reference.make_config(tiny_models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
-    with megatron_pool.group(layout, config) as group:
+    config = reference.make_config(pool.models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
+    with pool.group(layout, config) as group:
         yield group
 
 

@@ -116,18 +116,18 @@ SLOW = ("dp2", "dp2pp2-packed")
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in CASES])
-def test_a_critic_is_that_of_plain_torch(case: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_a_critic_is_that_of_plain_torch(case: str, pool: MegatronPool) -> None:
     model, layout, packing, megatron = CASES[case]
-    config = reference.make_config(tiny_models[model], megatron_cfg=dict(megatron), optimizer=UNCLIPPED, **packing)
+    config = reference.make_config(pool.models[model], megatron_cfg=dict(megatron), optimizer=UNCLIPPED, **packing)
     batch = value_batch()
-    with megatron_pool.group(layout, config, kind="value") as group:
+    with pool.group(layout, config, kind="value") as group:
         head = reference.assemble(group.call("weights"))["score.weight"]
         values = own_values(group, batch)
         train(group, batch, "value", warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients"))
         steps = [train(group, batch, "value") for _ in range(reference.STEPS)]
     assert head.shape == (1, 64) and 0.01 < head.std() < 0.04  # the usual range of transformers: 0.02
-    expected = plain_torch(tiny_models[model], head, batch, config)
+    expected = plain_torch(pool.models[model], head, batch, config)
     inside = np.arange(batch.tokens)[None] < batch["lengths"][:, None]
     np.testing.assert_allclose(values, expected.values * inside, atol=1e-5, rtol=0)
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
@@ -137,33 +137,31 @@ def test_a_critic_is_that_of_plain_torch(case: str, megatron_pool: MegatronPool,
     reference.assert_gradients(found, {name: expected.gradients[name] for name in found}, 2e-4)
 
 
-def test_a_critic_resumes_in_another_layout(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED)
+def test_a_critic_resumes_in_another_layout(pool: MegatronPool, tmp_path: Path) -> None:
+    config = reference.make_config(pool.models["qwen3"], optimizer=UNCLIPPED)
     batch, directory = value_batch(), str(tmp_path / "critic")
-    with megatron_pool.group(ParallelLayout(tp=2), config, kind="value") as group:
+    with pool.group(ParallelLayout(tp=2), config, kind="value") as group:
         train(group, batch, "value")
         group.call("save_checkpoint", directory)
         values, step = own_values(group, batch), train(group, batch, "value")
-    with megatron_pool.group(ParallelLayout(pp=2), config, kind="value") as group:
+    with pool.group(ParallelLayout(pp=2), config, kind="value") as group:
         assert np.abs(own_values(group, batch) - values).max() > 1e-4
         group.call("load_checkpoint", directory)
         np.testing.assert_allclose(own_values(group, batch), values, atol=1e-5)
         assert train(group, batch, "value")["loss"] == pytest.approx(step["loss"], abs=1e-5)
-    with megatron_pool.group(ParallelLayout(), config) as group, pytest.raises(WorkerError, match="model scalar = True"):
+    with pool.group(ParallelLayout(), config) as group, pytest.raises(WorkerError, match="model scalar = True"):
         group.call("load_checkpoint", directory)
 
 
-def test_a_teacher_has_weights_alone(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_a_teacher_has_weights_alone(pool: MegatronPool) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = reference.make_config(tiny_models["llama"], **PACKED)
+    config = reference.make_config(pool.models["llama"], **PACKED)
     batch = reference.make_batch()
-    with megatron_pool.group(ParallelLayout(tp=2, pp=2), config, kind="teacher") as group:
+    with pool.group(ParallelLayout(tp=2, pp=2), config, kind="teacher") as group:
         found = logprobs(group, batch)["logprobs"]
         resident = group.call("resident_bytes")
-    model = AutoModelForCausalLM.from_pretrained(tiny_models["llama"], dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(pool.models["llama"], dtype="float32")
     expected = reference.hf_logprobs(model, batch)[0].detach().numpy()
     np.testing.assert_allclose(found, expected, atol=2e-5)
     assert all(parts["weights"] > 0 and parts["gradients"] == parts["optimizer"] == 0 for parts in resident)
@@ -249,20 +247,20 @@ def classifier(directory: Path, head: Any, batch: Batch, formula: Formula) -> tu
 
 @pytest.mark.parametrize(("layout", "packing"), REWARD_CASES)
 def test_a_reward_model_is_transformers_classifier(
-    layout: ParallelLayout, packing: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+    layout: ParallelLayout, packing: dict[str, Any], pool: MegatronPool
 ) -> None:
-    own = reference.make_config(tiny_models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
+    own = reference.make_config(pool.models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
     config, formula = FORMULAS["reward"]
     batch, algorithm = scored_batch(), algorithm_of(config)
     assert isinstance(algorithm, PreferenceAlgorithm)
-    with megatron_pool.group(layout, own.model_copy(update={"algorithm": "reward_model"}), kind="value") as group:
+    with pool.group(layout, own.model_copy(update={"algorithm": "reward_model"}), kind="value") as group:
         head = reference.assemble(group.call("weights"))["score.weight"]
         found = answer_sums(group, batch)
         losses = pair_losses(algorithm, found, np.ones(batch.rows, np.int64), None)
         weights = (losses.weights * batch.rows).astype(np.float32)
         train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")
         gradients = reference.assemble(group.call("gradients"))
-    scores, loss, expected = classifier(tiny_models["qwen3"], head, batch, formula)
+    scores, loss, expected = classifier(pool.models["qwen3"], head, batch, formula)
     np.testing.assert_allclose(found, scores, atol=1e-6)
     assert np.ptp(scores) > 0.1 and losses.metrics["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
     reference.assert_gradients(gradients, expected, 2e-5)
