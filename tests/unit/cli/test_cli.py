@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -26,17 +27,24 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/sft_quickstart.yaml"
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dagrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in the repository. Returns its exit code, and what it writes to both streams."""
+    monkeypatch.chdir(ROOT)
+    return lambda *words: (main([str(word) for word in words]), *capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     "words",
     [["train", EXAMPLE, "--dry-run", "seed=5"], ["train", EXAMPLE, "seed=5", "--dry-run"], ["config", EXAMPLE, "seed=5"]],
 )
-def test_the_resolved_configuration_is_printed(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert main(words) == 0
-    resolved = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
-    assert (resolved.seed, resolved.policy.backend) == (5, "megatron")
+def test_the_resolved_configuration_is_printed(words: list[str], dagrl: Run) -> None:
+    code, shown, _ = dagrl(*words)
+    resolved = Config.model_validate(yaml.safe_load(shown))
+    assert (code, resolved.seed, resolved.policy.backend) == (0, 5, "megatron")
     if words[0] == "config":
         assert resolved == derive_from_machine(load_config(EXAMPLE, ["seed=5"])).config
 
@@ -80,30 +88,22 @@ def test_the_readmes_command_for_your_own_data(
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("mine"), 2), (ChannelError("broken"), 1), (KeyboardInterrupt(), 130)]
 )
-def test_exit_codes(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes(error: BaseException, code: int, dagrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("dagrl.run.train.run_session", fail)
-    assert main(["train", EXAMPLE]) == code
-    assert capsys.readouterr().err == f"dagrl: error: {str(error) or 'interrupted'}\n"
+    assert dagrl("train", EXAMPLE) == (code, "", f"dagrl: error: {str(error) or 'interrupted'}\n")
 
 
-def test_a_path_that_cannot_be_written_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_cannot_be_written_is_one_message(dagrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", "drawn.mmd")
 
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("dagrl.cli.inspect.inspect_config", full)
-    assert main(["inspect", EXAMPLE]) == 2
-    assert capsys.readouterr().err == "dagrl: error: drawn.mmd: No space left on device\n"
+    assert dagrl("inspect", EXAMPLE) == (2, "", "dagrl: error: drawn.mmd: No space left on device\n")
     with pytest.raises(OSError, match="No space"):
-        main(["inspect", EXAMPLE, "--debug"])
+        dagrl("inspect", EXAMPLE, "--debug")
 
 
 def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,18 +116,14 @@ def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == ""
 
 
-def test_an_unusable_checkpoint_is_found_by_a_dry_run_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "runs" / "sft_quickstart").mkdir(parents=True)
-    (tmp_path / "runs" / "sft_quickstart" / "config.yaml").touch()
-    (tmp_path / "runs" / "sft_quickstart" / "checkpoints" / "step_00000010").mkdir(parents=True)
-    words = [f"output_dir={tmp_path / 'runs'}", "checkpointing.resume=true"]
+def test_an_unusable_checkpoint_is_found_by_a_dry_run_and_changes_nothing(tmp_path: Path, dagrl: Run) -> None:
+    run = tmp_path / "runs" / "sft_quickstart"
+    (run / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (run / "config.yaml").touch()
     before = sorted(tmp_path.rglob("*"))
     for dry_run in (["--dry-run"], []):
-        assert main(["train", EXAMPLE, *words, *dry_run]) == 2
-        assert "step_00000010 has no manifest.json" in capsys.readouterr().err
+        code, _, errors = dagrl("train", EXAMPLE, f"output_dir={run.parent}", "checkpointing.resume=true", *dry_run)
+        assert code == 2 and "step_00000010 has no manifest.json" in errors
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -174,13 +170,10 @@ def test_missing_and_unknown_arguments(words: list[str], message: str, capsys: p
         (["bench", "step", "--sides", "synch"], "--sides: found 'synch'; expected 'NAME: a.b=c ...' or one of sync; eager"),
     ],
 )
-def test_arguments_are_checked_first(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_arguments_are_checked_first(words: list[str], message: str, dagrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(words) == 2
-    assert f"dagrl: error: {message}" in capsys.readouterr().err
+    code, _, errors = dagrl(*words)
+    assert code == 2 and f"dagrl: error: {message}" in errors
 
 
 def test_benchmark_settings_are_in_the_wheel() -> None:
@@ -204,12 +197,9 @@ GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
         ([GRPO, "data.task=null", "data.path=examples/data/arithmetic.jsonl", "data.val_fraction=0"], "no held-out prompts"),
     ],
 )
-def test_bad_arguments_are_one_error(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert main(["evaluate", *arguments, f"output_dir={tmp_path}"]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_arguments_are_one_error(arguments: list[str], message: str, tmp_path: Path, dagrl: Run) -> None:
+    code, _, errors = dagrl("evaluate", *arguments, f"output_dir={tmp_path}")
+    assert code == 2 and message in errors
 
 
 @pytest.mark.parametrize(
@@ -220,29 +210,21 @@ def test_bad_arguments_are_one_error(
         ("run/checkpoints/step_00000001", "does not exist; expected the directory of a checkpoint"),
     ],
 )
-def test_export_rejects_a_source_that_is_no_checkpoint(
-    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run").mkdir()
-    Path("run/config.yaml").touch()
-    assert main(["export", source, "-o", "out"]) == 2
-    assert message in capsys.readouterr().err and not Path("out").exists()
+def test_export_rejects_a_source_that_is_no_checkpoint(source: str, message: str, tmp_path: Path, dagrl: Run) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    code, _, errors = dagrl("export", tmp_path / source, "-o", tmp_path / "out")
+    assert code == 2 and message in errors and not (tmp_path / "out").exists()
+    code, _, errors = dagrl("export", tmp_path, "-o", tmp_path)
+    assert code == 2 and "exists already; remove it" in errors
 
 
-def test_an_existing_target_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(tmp_path), "-o", str(tmp_path)]) == 2
-    assert "exists already; remove it" in capsys.readouterr().err
-
-
-def test_a_worker_that_cannot_export_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_cannot_export_is_an_error(tmp_path: Path, dagrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagrl.run.export.load_checkpoint_directory", MagicMock())
     config = load_config(ROOT / EXAMPLE, ["policy.worker=tests.integration.unigram_workers:UnigramTrainer"])
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert main(["export", str(tmp_path / "checkpoints/step_00000001"), "-o", str(tmp_path / "model")]) == 2
-    assert "it has no method export_hf; expected export_hf(directory: str)" in capsys.readouterr().err
+    code, _, errors = dagrl("export", tmp_path / "checkpoints/step_00000001", "-o", tmp_path / "model")
+    assert code == 2 and "it has no method export_hf; expected export_hf(directory: str)" in errors
 
 
 def test_an_export_computes_nothing_and_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

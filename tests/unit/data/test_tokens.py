@@ -983,7 +983,8 @@ def test_any_conversation(kind: Kind, data: st.DataObject) -> None:
 
     if kind.opens_alike:
         assert [*prompt.tokens.tolist(), *turn] == row.tokens[: len(prompt) + len(turn)].tolist()
-    else:  # a thought that the template leaves out of turns, or a newline that is a token with that of the turn
+    elif kind in KINDS and not any("tool_calls" in message for message in messages):
+        # a thought that the template leaves out of turns, or a newline that is a token with that of the turn
         assert {"opened", "joined"} & set(row.differences)
     body = ChatBody(model="policy", messages=messages[:-1], tools=tools)
     assert Renderer(tokenizer, "hermes").context(body, Conversations()).whole() == prompt.tokens.tolist()
