@@ -233,9 +233,8 @@ def sample_by_our_kernels() -> None:
 
     from dagrl.workers.vllm.sampling_kernels import sampled_scores, sampled_tokens
 
-    drawn: Any
-    scored: Any
-    drawn, scored = (getattr(sampler, name, None) for name in ("gumbel_sample", "compute_topk_scores"))
+    drawn: Any = getattr(sampler, "gumbel_sample", None)
+    scored: Any = getattr(sampler, "compute_topk_scores", None)
     last: list[tuple[Tensor, ...]] = [()]  # logits, tokens and log-probabilities of the last draw
 
     def draw(logits: Tensor, *state: Tensor, apply_temperature: bool, use_fp64: bool, **options: Any) -> Any:

@@ -32,16 +32,14 @@ def sampled_tokens(
     divided by temperatures already.
     """
     tokens = torch.empty_like(positions)
-    return tokens, _scores(logits, tokens, slots, temperatures, seeds, positions)
+    return tokens, sampled_scores(logits, tokens, slots, temperatures, seeds, positions)
 
 
-def sampled_scores(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Returns the log-probability [n, 1] float32 of each row's token in `logits` [n, size]. `tokens` is [n] int64."""
-    return _scores(logits, tokens)
+def sampled_scores(logits: Tensor, tokens: Tensor, *state: Tensor) -> Tensor:
+    """Returns the log-probability [n, 1] float32 of each row's token in `logits` [n, size]. `tokens` is [n] int64.
 
-
-def _scores(logits: Tensor, tokens: Tensor, *state: Tensor) -> Tensor:
-    """Returns the log-probabilities of `tokens`, which it draws before if it has the `state` of requests."""
+    With the `state` of requests, as in `sampled_tokens`, tokens are drawn first.
+    """
     rows, size = logits.shape
     tiles, draws = triton.cdiv(size, TILE), bool(state)
     tops, highest, sums = logits.new_empty(3, rows, tiles, dtype=torch.float32)
