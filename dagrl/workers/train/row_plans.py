@@ -307,9 +307,11 @@ def _common_tokens(batch: Batch, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.i
         equal &= media[1:] == media[:-1]
     equal = np.pad(equal, ((0, 0), (0, 1)))
     common: npt.NDArray[np.int64] = np.minimum(np.minimum(ends[1:], ends[:-1]), np.maximum(equal.argmin(1) - 1, 0))
-    if MEDIA in batch.fields and len(common):  # no prefix ends inside of an image
-        cuts = np.maximum.accumulate(np.where(media[:-1] > 0, 0, np.arange(media.shape[1])), 1)
-        common = cuts[np.arange(len(common)), common]
+    if MEDIA in batch.fields and len(common):  # no prefix ends inside of an image, whose parts may have text in between
+        media, width = batch[MEDIA][rows[:-1]], batch.tokens
+        following = np.minimum.accumulate(np.where(media == 0, width, np.arange(width))[:, ::-1], 1)[:, ::-1]
+        inside = np.take_along_axis(np.pad(media, ((0, 0), (0, 1))), following, 1) > 0
+        common = np.maximum.accumulate(np.where(inside, 0, np.arange(width)), 1)[np.arange(len(common)), common]
     return common
 
 

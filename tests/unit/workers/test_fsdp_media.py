@@ -432,6 +432,15 @@ def test_rows_with_other_images_share_no_prefix(folder: Path) -> None:  # noqa: 
     assert [group.rows for group in groups if group.saved] == [(0, 1)]
 
 
+def test_no_prefix_ends_between_the_parts_of_an_image() -> None:
+    """Idefics3 has text between the tiles of an image. Warm-ups put their prompts' ends anywhere."""
+    media = np.array([[0, 0, -7, 7, 0, 0, 7, 7, 0, -8, 0, 0]] * 2)
+    for end, shared in ((2, 2), (3, 2), (5, 2), (6, 2), (8, 8), (9, 9), (10, 10)):
+        mask = np.tile(np.arange(12) > end, (2, 1)).astype(np.int64)
+        fields = {"tokens": np.ones((2, 12), np.int64), "media": media, "loss_mask": mask, "lengths": np.array([12, 12])}
+        assert [group.shared for group in prefix_groups(Batch(fields), 0.0)] == [shared], end
+
+
 @pytest.mark.parametrize(("family", "reason"), [(FAMILIES[0], ""), (FAMILIES[1], "images whose tokens see each other")])
 def test_images_whose_tokens_see_each_other_are_in_no_shared_prefix(family: Family, reason: str) -> None:
     hf_config, key = model_of(family).config.to_dict(), "policy.sequence_packing.shared_prefix"
