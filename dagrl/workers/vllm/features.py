@@ -131,6 +131,17 @@ def processed_image(processor: Any, name: str, image: Image) -> Any:
     return found.kwargs["image"][0]
 
 
+def keep_covered_images() -> None:
+    """Leaves requests the tensors of images that a cached prefix covers, which the scheduler drops since 0.32.
+
+    A preempted request computes its images again, and has only what it was sent first.
+    """
+    from vllm.v1.core.sched import output
+
+    if hasattr(output, "strip_covered_mm_data"):
+        output.strip_covered_mm_data = lambda features, *_, **__: features
+
+
 def item_bytes(item: Any) -> int:
     """Returns the bytes of the tensors of `processed_image`."""
     return sum(getattr(element.data, "nbytes", 0) for element in item.values())

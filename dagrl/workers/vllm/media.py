@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dagrl.data.media import MediaCache, name_of
-from dagrl.workers.vllm.features import item_bytes, processed_image
+from dagrl.workers.vllm.features import item_bytes, keep_covered_images, processed_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,6 +36,7 @@ class EngineMedia:
     """Makes the engine inputs of requests with images. `open_image` returns an image by its id."""
 
     def __init__(self, engine: LLMEngine, open_image: Callable[[int], Image]) -> None:
+        keep_covered_images()
         self._processor: Any = engine.renderer.get_mm_processor()
         self._open_image = open_image
         self._item = MediaCache(self._make_item, item_bytes)
