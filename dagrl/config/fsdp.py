@@ -70,8 +70,9 @@ class FsdpConfig(FsdpLayoutConfig):
     `flash_attention_3`; or `torch_varlen`, torch's own kernel for packed rows on GPUs. null: `torch_varlen` on GPUs in half
     precision for models whose attention it computes, else transformers' choice for the model."""
 
-    torch_compile: bool = derived(False, "true on GPUs")
-    """Compile each layer with `torch.compile`, except those of a vision tower."""
+    torch_compile: bool = derived(False, "true on GPUs without context parallelism")
+    """Compile each layer with `torch.compile`, except those of a vision tower. Not with context parallelism, as on GPUs
+    torch 2.11 compiles its exchanges to wrong gradients."""
 
     freeze_vision_tower: bool = False
     """Keep the weights of the part of a model that encodes images. A projector outside of it trains (Qwen's is inside)."""

@@ -283,7 +283,7 @@ def _use_gpus(derived: Derived) -> None:
     derived.set("policy.precision", "bfloat16", "GPUs")
     if derived.open("policy.worker"):
         derived.set("policy.sequence_packing.enabled", True, "GPUs: no padding")
-    if derived.config.policy.backend == "fsdp":
+    if derived.config.policy.backend == "fsdp" and derived.config.policy.fsdp_cfg.context_parallel_size == 1:
         derived.set(f"{FSDP}.torch_compile", True, "GPUs: fewer and larger kernels")
     for name, seconds in GPU_SECONDS.items():
         derived.set(f"timeouts.{name}", seconds, "GPUs: models and batches are large")

@@ -47,6 +47,12 @@ def check_settings(config: Config) -> None:
             f"policy.megatron_cfg has {', '.join(unread)}, which policy.backend fsdp does not read; set "
             "policy.megatron_cfg={} and sizes in policy.fsdp_cfg, or policy.backend=megatron, which alone has pipelines"
         )
+    fsdp = config.policy.fsdp_cfg
+    if fsdp.torch_compile and fsdp.context_parallel_size > 1:
+        raise ConfigError(
+            f"policy.fsdp_cfg.torch_compile is true and context_parallel_size is {fsdp.context_parallel_size}, but "
+            "gradients of compiled exchanges between context-parallel ranks are wrong on GPUs; set torch_compile to false"
+        )
 
 
 def routed_experts(config: Config, hf_config: Mapping[str, Json]) -> RoutedLayers | None:

@@ -217,8 +217,8 @@ class _HeadsOf:
 
 
 def _of_heads(value: Any, heads: int, own: slice) -> Any:
-    """Returns the part of one number per head; anything else as it is."""
-    return value[own] if isinstance(value, Tensor) and value.shape == (heads,) else value
+    """Returns the part of one number per head; anything else as it is, such as as many offsets of sequences."""
+    return value[own] if isinstance(value, Tensor) and value.is_floating_point() and value.shape == (heads,) else value
 
 
 def _exchange_in_attention() -> None:

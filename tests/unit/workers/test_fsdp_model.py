@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dagrl.config import Config, FsdpConfig, Json
 from dagrl.errors import CheckpointError, ConfigError, UserError
 from dagrl.workers.fsdp import FsdpWorker
+from dagrl.workers.fsdp.context import _of_heads
 from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
@@ -151,6 +152,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
         {"megatron_cfg": {"tensor_model_parallel_size": 2}},
         QWEN3,
         "policy.megatron_cfg has tensor_model_parallel_size, which policy.backend fsdp does not read",
+    ),
+    "compiled exchanges": (
+        {"fsdp_cfg": {"context_parallel_size": 2, "torch_compile": True}},
+        QWEN3,
+        "torch_compile is true and context_parallel_size is 2, but gradients .* wrong on GPUs; set torch_compile to false",
     ),
     "replicas": (
         {"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}},
@@ -439,3 +445,10 @@ def test_half_precision_takes_grouped_products_and_adds_up_no_rows() -> None:
         torch.autograd.backward(output, torch.ones_like(output))
     assert operators.names.count("_grouped_mm") == 6  # two, and two more for each one's gradients
     assert not [name for name in operators.names if name in ("mm", "bmm") or "index_put" in name]
+
+
+def test_only_numbers_of_heads_are_split_over_context_parallel_ranks() -> None:
+    """Three sequences of a packed row have as many offsets as the model has heads."""
+    sinks, offsets = torch.arange(4.0), torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    assert _of_heads(sinks, 4, slice(2, 4)).tolist() == [2, 3]
+    assert _of_heads(offsets, 4, slice(2, 4)) is offsets
