@@ -42,7 +42,7 @@ def keep_bytecode() -> None:
     import would write none.
 
     uv installs none, and `PYTHONDONTWRITEBYTECODE`, as in many images, or a read-only environment keeps Python from writing
-    it. Then every start would compile torch and vLLM, which doubles the time of their imports.
+    it. Then every start would compile torch and vLLM again, and their imports take three times as long.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.has_location or sys.pycache_prefix is not None:

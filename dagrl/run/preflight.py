@@ -248,7 +248,9 @@ def _open_text(derived: Derived, early: Early) -> tuple[PreTrainedTokenizerFast,
     tokenizer."""
     derived.config, origins = with_local_models(derived.config)
     derived.reasons |= origins
-    loaded = early.apart(load_tokenizer, derived.config.policy)
+    policy = derived.config.policy
+    of_characters = policy.random_init is not None and policy.tokenizer.name is None  # others take torch to be read
+    loaded = partial(load_tokenizer, policy) if of_characters else early.apart(load_tokenizer, policy)
     with gc_paused(), brief_imports():
         from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
     tokenizer = loaded()
