@@ -84,6 +84,14 @@ def test_equal_images_share_a_prefix_and_others_of_their_size_do_not(
             batch = batch.with_fields(media=prompt.media.tokens[None])
             [(made, hits)] = engine.on_all(vllm_calls.generate_with_hits, batch)
             rows.append((prompt, made.request(0), hits))
+        batch = requests([len(rows)], [prompts[0].tokens.tolist()], new=6, steps=2, greedy=True)
+        assert prompts[0].media is not None and not len(
+            engine.generate(batch.with_fields(media=prompts[0].media.tokens[None]))
+        )
+        engine.on_all(vllm_calls.recompute)
+        (again,) = engine.run(requests([], []))  # its images are computed again, of which it had found all in the cache
+    np.testing.assert_array_equal(again.tokens, rows[0][1].tokens)
+    np.testing.assert_allclose(again.logprobs, rows[0][1].logprobs, atol=1e-5)
     length, first = len(prompts[0].tokens), int(np.flatnonzero(prompts[0].media.tokens)[0])  # type: ignore[union-attr]
     assert BLOCK < first and [hits for *_, hits in rows] == [[0], [(length - 1) // BLOCK * BLOCK], [first // BLOCK * BLOCK]]
     for (_, row, _), number in zip(rows, (0, 0, 3), strict=True):

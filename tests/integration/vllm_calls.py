@@ -304,6 +304,11 @@ def generate_with_hits(worker: Any, batch: Any) -> tuple[Any, list[int]]:
         return worker.generate(batch), hits
 
 
+def recompute(worker: Any) -> None:
+    """Lets running requests compute all their tokens again, as a weight update in flight may."""
+    worker._engine.set_version(1, recompute=True)
+
+
 def signatures(names: Sequence[str]) -> list[dict[str, bool]]:
     """Returns the parameters of methods of vLLM's engine, and whether each has a default."""
     from vllm.v1.engine.core import EngineCore
