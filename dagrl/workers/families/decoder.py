@@ -26,7 +26,8 @@ def check_model_type(hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model without rules."""
     if hf_config.get("model_type") not in MODEL_TYPES:
         raise ConfigError(
-            f"model_type is {hf_config.get('model_type')!r}; the Megatron worker supports {', '.join(MODEL_TYPES)}"
+            f"model_type is {hf_config.get('model_type')!r}; the Megatron worker supports {', '.join(MODEL_TYPES)}. Set "
+            "policy.backend=fsdp for others"
         )
 
 
