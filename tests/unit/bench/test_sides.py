@@ -138,6 +138,16 @@ def test_malformed_cases_are_rejected_before_measuring(module: Any, case: str, m
         module.run(options(module, "--cases", case))
 
 
+def test_peers_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    taken: dict[str, Any] = {}
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "torchtitan" else True)
+    monkeypatch.setattr(peers.harness, "run", lambda *words: taken.update(contests=words[1], left_out=words[4]))
+    monkeypatch.setattr(peers, "write_with_tokenizer", lambda *words: tmp_path)
+    peers.run(options(peers, "--cases", "sft 0.6b 16", "grpo 0.6b 8"))
+    assert taken["left_out"] == {"torchtitan": "torchtitan is not installed"}
+    assert [contest.name for contest in taken["contests"]] == ["sft 0.6b 16", "grpo 0.6b 8"]
+
+
 class Ranks:
     """Ranks that answer at once: two senders, and two receivers of which one has a wrong parameter."""
 
