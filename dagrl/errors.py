@@ -154,6 +154,11 @@ def error_text(error: BaseException) -> str:
         return f"{type(error).__name__}, whose str() raised {type(failed).__name__}"
 
 
+def error_line(error: BaseException) -> str:
+    """Returns the type and message of an error on one line; those of libraries have several."""
+    return " ".join(error_text(error).split())
+
+
 def printable(text: str) -> str:
     """Returns the text with lone surrogates (from cut texts) escaped, so that it can be written to a file or a terminal."""
     return text.encode(errors="backslashreplace").decode()

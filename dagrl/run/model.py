@@ -18,7 +18,7 @@ from dagrl.config.settings import TOKENIZER_KEY, model_names
 from dagrl.data.chat import chat_of
 from dagrl.data.hugging_face import cache_advice, is_hub_id
 from dagrl.data.media import PROCESSOR_FILES
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, error_line
 from dagrl.files import replace_directory
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
         for file in (CONFIG, "tokenizer_config.json", "tokenizer.json"):
             if (directory / file).exists():
                 _read_object(directory / file, key)
-        reason = _reason(error)
+        reason = error_line(error)
         raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}; {advice}") from error
     if (directory / TOKENIZER).exists():
         tokenizer = _as_the_file_says(tokenizer, directory, key)
@@ -399,7 +399,7 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
             return cast("PreTrainedModel", auto_class(hf_config).from_config(hf_config, dtype=torch.float32))
     except Exception as error:  # architectures raise anything for bad keys
         raise ConfigError(
-            f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {_reason(error)}"
+            f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {error_line(error)}"
         ) from error
 
 
@@ -433,7 +433,7 @@ def write_random_model(
         shutil.rmtree(part, ignore_errors=True)
         raise ConfigError(
             f"output_dir: cannot write the first model, {model.num_parameters() * 4 / 2**20:.0f} MiB, to {directory}: "
-            f"{_reason(error)}. Make room there, or name another directory"
+            f"{error_line(error)}. Make room there, or name another directory"
         ) from error
     return f"wrote a model of {model.num_parameters()} parameters from seed {init.seed} to {directory}"
 
@@ -474,12 +474,7 @@ def _check_description(directory: Path, key: str) -> None:
         try:
             AutoConfig.from_pretrained(directory, local_files_only=True)
         except Exception as error:  # transformers raises a different class for each check
-            raise ConfigError(f"{key}: transformers rejects {path}: {_reason(error)}; correct that file") from error
-
-
-def _reason(error: Exception) -> str:
-    """Returns the error on one line; those of transformers have several."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ConfigError(f"{key}: transformers rejects {path}: {error_line(error)}; correct that file") from error
 
 
 def _existing_directory(name: str | None, key: str) -> Path:

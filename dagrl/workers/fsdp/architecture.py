@@ -7,6 +7,7 @@ from typing import Any
 
 from dagrl.config import Json, PolicyConfig
 from dagrl.errors import ConfigError
+from dagrl.run.model import auto_class
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 
 
@@ -42,21 +43,15 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def find_class(policy: PolicyConfig, config: Any, *, scalar: bool) -> type[Any]:
-    """Returns the class with a language model's head, or, if `scalar`, with one number per token.
-
-    Of some models with images transformers also has the language model alone; `architectures` says which one it is.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    """Returns the class with a language model's head, or, if `scalar`, with one number per token."""
+    from transformers import AutoModelForSequenceClassification
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    kinds = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    every = [kinds] if scalar else [kinds, AutoModelForImageTextToText]
-    known: list[type[Any]] = [auto._model_mapping[type(config)] for auto in every if type(config) in auto._model_mapping]
-    named = [one for one in known if one.__name__ in (config.architectures or ())]
-    kind = next(iter([*named, *known]), None)
+    auto = AutoModelForSequenceClassification if scalar else auto_class(config)
+    kind: type[Any] | None = auto._model_mapping.get(type(config), None)
     own = getattr(config, "auto_map", None) or {}
-    if kind is None and kinds.__name__ in own and policy.fsdp_cfg.trust_remote_code:
-        kind = get_class_from_dynamic_module(own[kinds.__name__], policy.model_name)
+    if kind is None and auto.__name__ in own and policy.fsdp_cfg.trust_remote_code:
+        kind = get_class_from_dynamic_module(own[auto.__name__], policy.model_name)
     if kind is None:
         what = "a scalar head (ForSequenceClassification)" if scalar else "a causal language model's head"
         raise ConfigError(f"transformers has no class of {config.model_type!r} with {what}; choose another model")

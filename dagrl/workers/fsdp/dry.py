@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.utils.generic import ContextManagers
 
 from dagrl.config import Json, PolicyConfig
-from dagrl.errors import ConfigError, UserError
+from dagrl.errors import ConfigError, UserError, error_line
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.fsdp.architecture import find_class, find_config
@@ -32,13 +32,9 @@ def build(kind: Any, config: Any, attention: str | None) -> Any:
             if attention is None:
                 raise
             raise ConfigError(
-                f"policy.fsdp_cfg.attn_implementation is {attention}, which {kind.__name__} cannot use here: {_words(error)}"
-                " Choose another one, or leave it out"
+                f"policy.fsdp_cfg.attn_implementation is {attention}, which {kind.__name__} cannot use here: "
+                f"{error_line(error)} Choose another one, or leave it out"
             ) from error
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager
@@ -59,7 +55,8 @@ def dry_model(
         raise
     except Exception as error:  # architectures raise anything
         raise ConfigError(
-            f"transformers cannot build a {hf_config.get('model_type')} in the layout {layout.describe()}: {_words(error)}"
+            f"transformers cannot build a {hf_config.get('model_type')} in the layout {layout.describe()}: "
+            f"{error_line(error)}"
         ) from error
     else:
         yield root

@@ -35,7 +35,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from dagrl.config import FsdpConfig, PolicyConfig
-from dagrl.errors import CheckpointError, ConfigError
+from dagrl.errors import CheckpointError, ConfigError, error_text
 from dagrl.refit.sources import held_boxes, local_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
@@ -291,7 +291,7 @@ def check_context(root: HiddenStates, device: torch.device, *, packed: bool) -> 
         if not (part - whole).norm() <= 0.02 * whole.norm():  # experts see another batch, and round differently
             reason = "other layers than attention mix tokens, or attention depends on more than queries, keys and values"
     except (RuntimeError, ValueError, TypeError) as error:  # of shapes that do not fit
-        reason = f"{type(error).__name__}: {error}"
+        reason = error_text(error)
     reshard(root)
     if reason:
         raise ConfigError(

@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, error_line
 from dagrl.imports import load_class
 from dagrl.refit.sources import held_boxes, local_of
 from dagrl.rl.routed_experts import RoutedLayers
@@ -297,7 +297,7 @@ class ShardedModel:
         except Exception as error:  # of a class of anyone's
             raise ConfigError(
                 f"policy.optimizer.name is {wanted.name}, which cannot update the weights of this layout: "
-                f"{type(error).__name__}: {' '.join(str(error).split())} Choose another optimizer"
+                f"{error_line(error)} Choose another optimizer"
             ) from error
         optimizer.zero_grad()
         for state in optimizer.state.values():

@@ -16,7 +16,7 @@ from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.settings import recomputes_kv_cache, sends_adapters
 from dagrl.data.media import MEDIA, MediaStore
-from dagrl.errors import ConfigError, RunError
+from dagrl.errors import ConfigError, RunError, error_text
 from dagrl.refit import RankPlan, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.generation import (
@@ -356,7 +356,7 @@ class VllmWorker:
             engine.drain()
         except Exception as error:
             if channel is not None:
-                channel.abort(f"{type(error).__name__}: {error}")
+                channel.abort(error_text(error))
             raise
         return engine
 
