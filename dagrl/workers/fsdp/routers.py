@@ -1,12 +1,8 @@
 """The routers of a transformers model with experts: replayed experts, and a load-balancing loss.
 
 A class says which of its modules give `router_logits`. Each of these calls `torch.topk` on a score per expert, so its choice
-is replaced there (`_Choice`), whatever it makes of the scores. With p_ti the softmax of the logits of token t, f_i the share
-of the chosen experts of the microbatch that are i, and N the tokens of the global batch, a layer adds
-
-  coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
-
-Padding takes no part. Imported only where torch is.
+is replaced there (`_Choice`), whatever it makes of the scores. `dagrl.workers.train.routing` has the loss. Imported only
+where torch is.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from dagrl.errors import ConfigError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import LOAD_BALANCING_LOSS, REPLAYED_AGREEMENT, REPLAYED_TOKENS, StepMetrics
 from dagrl.workers.train.microbatches import Microbatches, RoutedTokens
+from dagrl.workers.train.routing import count_replayed, imbalance, with_record
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -97,19 +94,12 @@ class Routers:
     def _count(self, logits: Tensor, choice: _Choice, valid: Tensor) -> Tensor:
         """Counts a layer's tokens. Returns E sum_t sum_i p_ti f_i."""
         experts = self._sizes.experts
-        weights = valid.float()[:, None].expand_as(choice.own)
-        load = weights.new_zeros(experts).index_add_(0, choice.own.flatten(), weights.flatten())
-        if self._context is not None:
-            dist.all_reduce(load, group=self._context)
-        shares, probabilities = load / load.sum().clamp(min=1), logits.view(-1, experts).softmax(-1, dtype=torch.float32)
-        imbalance = experts * ((probabilities * shares).sum(-1) * valid).sum()
+        probabilities = logits.view(-1, experts).softmax(-1, dtype=torch.float32)
+        uneven = imbalance(probabilities, choice.own, valid, self._context)
         with torch.no_grad():
-            used = equal = torch.zeros_like(weights)
-            if choice.recorded is not None:
-                used = weights * _has_record(choice.recorded, experts)
-                equal = used * (choice.recorded[:, :, None] == choice.own[:, None, :]).any(-1)
-            self._counts.append(torch.stack([imbalance, used.sum(), equal.sum(), weights.sum()]))
-        return imbalance
+            replayed, equal = count_replayed(choice.recorded, choice.own, valid, experts)
+            self._counts.append(torch.stack([uneven, replayed, equal, valid.float().sum() * self._sizes.chosen]))
+        return uneven
 
 
 class _Choice(TorchFunctionMode):
@@ -132,13 +122,8 @@ class _Choice(TorchFunctionMode):
         self.own = chosen.view(-1, self._sizes.chosen)
         if self.recorded is None:
             return found
-        recorded = torch.where(_has_record(self.recorded, self._sizes.experts), self.recorded, self.own).view_as(chosen)
+        recorded = with_record(self.recorded, self.own, self._sizes.experts).view_as(chosen)
         return torch.return_types.topk((scores.gather(-1, recorded), recorded))
-
-
-def _has_record(recorded: Tensor, experts: int) -> Tensor:
-    """Returns which tokens [tokens, 1] have a record, from ids [tokens, top k]."""
-    return ((recorded >= 0) & (recorded < experts)).all(-1, keepdim=True)
 
 
 def find_routers(net: nn.Module) -> list[tuple[int, Any, int]]:

@@ -1,11 +1,7 @@
 """Megatron's top-k router with a load-balancing loss, replayed experts, and counts of each expert's load.
 
-The loss is a sum over tokens divided by the tokens of the global batch, as all losses here. Padding takes no part. With p_ti
-the router's probability of expert i for token t (a softmax, or a sigmoid over the sum of all: DeepSeek-V3, arXiv:2412.19437,
-equations 17 to 20), f_i the share of the chosen experts of the microbatch that are i, and N the tokens of the global batch,
-a layer adds
-
-  coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
+The loss (`dagrl.workers.train.routing`) has the router's probability of each expert: a softmax, or a sigmoid over the sum of
+all (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
 A hook passes each layer's router the microbatch, also when activations are recomputed.
 
@@ -43,6 +39,7 @@ from dagrl.telemetry.metrics import (
     StepMetrics,
 )
 from dagrl.workers.train.microbatches import Microbatches, RoutedTokens
+from dagrl.workers.train.routing import count_replayed, imbalance, tokens_by_expert, with_record
 
 
 @dataclass
@@ -92,14 +89,8 @@ class _Choice:
         self.chosen = self.own
         if self.recorded is None:
             return values, self.own
-        recorded = has_record(self.recorded, scores.shape[1])
-        self.chosen = torch.where(recorded, self.recorded, self.own)
+        self.chosen = with_record(self.recorded, self.own, scores.shape[1])
         return scores.gather(1, self.chosen), self.chosen
-
-
-def has_record(recorded: Tensor, experts: int) -> Tensor:
-    """Returns which tokens [tokens, 1] have a record, from ids [tokens, top k]."""
-    return ((recorded >= 0) & (recorded < experts)).all(-1, keepdim=True)
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -150,11 +141,12 @@ class Router(TopKRouter):  # type: ignore[misc]
         if self.config.moe_aux_loss_coeff:
             # An expert bias corrects the choice; the loss is of what the router would choose without it.
             own = choice.own if self.expert_bias is None else scores.topk(self.topk, -1).indices
-            balance = self._imbalance(scores, own, counts, valid)
+            balance = imbalance(scores, own, valid, self.tp_cp_group) / counts.tokens
         with torch.no_grad():
             entropy = (torch.special.entr(scores).sum(-1) * valid).sum() / counts.tokens
-            counts.by_expert += _tokens_by_expert(choice.chosen, valid, scores.shape[1]).to(torch.int64)
-            counts.sums += torch.stack([balance, entropy, *_replayed(choice, valid, scores.shape[1])])
+            counts.by_expert += tokens_by_expert(choice.chosen, valid, scores.shape[1]).to(torch.int64)
+            replayed = count_replayed(choice.recorded, choice.own, valid, scores.shape[1])
+            counts.sums += torch.stack([balance, entropy, *replayed])
         return balance
 
     def _probabilities(self, logits: Tensor) -> Tensor:
@@ -163,30 +155,6 @@ class Router(TopKRouter):  # type: ignore[misc]
             return logits.softmax(-1, dtype=torch.float32)
         scores = logits.float().sigmoid()
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-    def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, valid: Tensor) -> Tensor:
-        """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens."""
-        experts = scores.shape[1]
-        load = _tokens_by_expert(own, valid, experts)
-        dist.all_reduce(load, group=self.tp_cp_group)
-        shares = load / load.sum().clamp(min=1)
-        return ((scores * shares).sum(-1) * valid).sum() * experts / counts.tokens
-
-
-def _tokens_by_expert(chosen: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """Counts the `valid` tokens [tokens] among those that have `chosen` [tokens, top k] each expert -> float32 [experts]."""
-    weights = valid.float()[:, None].expand_as(chosen).flatten()
-    return weights.new_zeros(experts).index_add_(0, chosen.flatten(), weights)
-
-
-def _replayed(choice: _Choice, valid: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Returns how many experts of valid tokens were replayed, and how many of them the router chose too."""
-    if choice.recorded is None:
-        nothing = valid.new_zeros((), dtype=torch.float32)
-        return nothing, nothing
-    used = has_record(choice.recorded, experts) & valid[:, None]
-    equal = (choice.recorded[:, :, None] == choice.own[:, None, :]).any(-1)
-    return used.expand_as(equal).sum().float(), (equal & used).sum().float()
 
 
 def pass_tokens_to_routers(model: Any) -> None:
