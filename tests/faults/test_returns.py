@@ -55,7 +55,8 @@ def test_the_next_step_ends_soon_after(tmp_path: Path, pattern: str, number: sig
 def test_checkpoints_validations_and_an_export_are_no_hang(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     short = ("grpo.max_num_steps=6", "grpo.val_period=1", "checkpointing.save_period=1", "on_failure=stop")
-    with running(GRPO, tmp_path, "run", *SMALL, *short, "timeouts.hang_floor_s=1") as run:
+    learns = "reward.function=dagrl.bench.workloads:alternating"
+    with running(GRPO, tmp_path, "run", *SMALL, *short, learns, "timeouts.hang_floor_s=1") as run:
         assert run.finish() == 0, run.shown
 
 
