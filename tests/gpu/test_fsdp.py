@@ -91,7 +91,6 @@ def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, mo
 SHARED = [
     Case("qwen3"),
     Case("qwen3", {}, {"torch_compile": True, "activation_checkpointing": "selective"}),
-    Case("qwen3", {}, {"attn_implementation": "flex_attention"}),
     Case("gemma3", {}, {"torch_compile": True}),  # windows
     Case("gemma3", {}, {"attn_implementation": "sdpa"}),
     Case("qwen3_moe", {}, {"activation_checkpointing": "full"}),

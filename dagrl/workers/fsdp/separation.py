@@ -73,10 +73,10 @@ def unshared(kind: type[Any], config: Any, attention: str | None, *, images: boo
     """Says by what sequences cannot share prefixes in a model with this attention, as far as its code tells; empty if by
     nothing.
 
-    `torch_varlen` is handed prefixes, others need masks that follow from positions.
+    `torch_varlen` is handed prefixes, others need whole masks that follow from positions.
     """
-    if attention is not None and "flash" in attention:
-        return f"attn_implementation {attention}, which takes no masks"
+    if attention is not None and ("flash" in attention or "flex" in attention):
+        return f"attn_implementation {attention}, which takes no whole masks"
     if not images:
         return ""
     try:
@@ -129,7 +129,8 @@ def shares_prefixes(root: HiddenStates, device: torch.device) -> bool:
 
     They may differ by what kernels round, but not as by another prefix.
     """
-    if root.media is not None and root.media.masks:
+    config, media = root.net.config, root.media
+    if unshared(type(root.net), config, config._attn_implementation, images=False) or (media is not None and media.masks):
         return False
     shared, size = LENGTHS[0], root.net.config.get_text_config().vocab_size
     prefix, *own = (7 * torch.arange(shared + sum(LENGTHS), device=device) % size).split((shared, *LENGTHS))

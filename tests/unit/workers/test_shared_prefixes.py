@@ -180,14 +180,14 @@ def test_kernels_for_variable_lengths_give_the_same(kind: str, recomputes: Any) 
     check(model, plain, root, group_batch())
 
 
-@pytest.mark.parametrize("broken", ["sequences", "positions"])
+@pytest.mark.parametrize("broken", ["sequences", "positions", "kernel"])
 def test_a_model_that_does_not_share_prefixes_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose completions do not see their prefix, or whose positions are those of the row."""
+    """One whose completions do not see their prefix, with positions of the row, or with a kernel that takes no masks."""
     model = logits_of("qwen3")
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("flex_attention" if broken == "kernel" else "sdpa")
     if broken == "sequences":
         monkeypatch.setattr("dagrl.workers.fsdp.model.shared_masks", lambda *_: nullcontext())
-    else:
+    elif broken == "positions":
         plain = model.model.rotary_emb.forward
         model.model.rotary_emb.forward = lambda states, positions: plain(states, torch.arange(states.shape[1])[None])
     assert not shares_prefixes(HiddenStates(model), torch.device("cpu"))
