@@ -18,8 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
+
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
+from dagrl.config.roles import GENERATION
 from dagrl.data.media import MediaStore
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
@@ -37,7 +40,9 @@ from dagrl.run.plans import generate_plan, with_media
 from dagrl.run.preflight import Inputs, preflight
 from dagrl.run.replays import Replays
 from dagrl.run.start import add_phases, load_phases, prepared_config, scheduler_options
+from dagrl.run.stop import stop_on_signals
 from dagrl.runtime.schedule import Scheduler
+from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths
 from dagrl.telemetry.timing import PhaseClock
 
@@ -97,29 +102,41 @@ def check_evaluation(config: Config, wanted: Evaluation) -> None:
 def evaluate(config: Config, wanted: Evaluation) -> Report:
     """Runs the evaluation. Raises a UserError, before any worker starts, for what can be checked by then."""
     check_evaluation(config, wanted)
-    inputs = preflight(config, checkpoints=False)
-    held_out = inputs.prompts if wanted.train_split else inputs.validation_prompts
-    prompts = inputs.evaluation_prompts or held_out[: config.grpo.max_val_samples]
-    if not prompts:
-        raise ConfigError(
-            "no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train or --set gsm8k"
-        )
-    marks = rewards_of_sets(config.evaluation, config.reward.num_workers) if config.evaluation.sets else config.reward
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
-        config = prepared_config(inputs.config, inputs, directory / "init_model").with_keys({"policy.router_replay": False})
+        progress = stack.enter_context(Progress(config.logger, Console(stderr=True)))
+        stop = stack.enter_context(stop_on_signals(saves=False))
+        stack.enter_context(stop.at_once())
+        fleet = stack.enter_context(Fleet(roles=(GENERATION,)))
+        progress.stage("Checking the evaluation")
+        inputs = preflight(config, checkpoints=False, early=fleet)
+        held_out = inputs.prompts if wanted.train_split else inputs.validation_prompts
+        prompts = inputs.evaluation_prompts or held_out[: config.grpo.max_val_samples]
+        if not prompts:
+            raise ConfigError(
+                "no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train or --set gsm8k"
+            )
+        sets = config.evaluation.sets
+        marks = rewards_of_sets(config.evaluation, config.reward.num_workers) if sets else config.reward
+        config = prepared_config(inputs.config, inputs, directory / "init_model", fleet)
+        config = config.with_keys({"policy.router_replay": False})
         if config.data.images.enabled:
             config = config.with_keys({"output_dir": str(directory)})
             MediaStore(RunPaths.of(config).media, config.data.images).add(inputs.media)
         reward = stack.enter_context(RewardRunner(marks))
         turns = stack.enter_context(open_turns(config, inputs.tokenizer, inputs.processor))
-        group = stack.enter_context(stack.enter_context(Fleet()).single_group(config, "generation"))
+        progress.stage("Starting Ray and generation workers")
+        fleet.join(config)
+        stop.listen()
+        group = stack.enter_context(fleet.single_group(config, GENERATION))
+        progress.stage("Warming up")
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         (plan,) = with_media(config, [generate_plan(config)])
         replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), RunPlan.of(config).devices)
         add_phases(scheduler, replays.phases, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()
+        progress.stage("Generating")
         engines = WorkerEngines(group, replays, config.timeouts.replay)
         rollouts = Rollouts(config, engines, inputs.tokenizer, turns, media=config.data.images.enabled)
         return _report(_complete(config, inputs, prompts, wanted, rollouts, turns, reward), wanted)

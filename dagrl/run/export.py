@@ -12,6 +12,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from dagrl.config import FsdpLayoutConfig, MegatronConfig
 from dagrl.config.file import load_config
 from dagrl.config.roles import TRAIN
@@ -62,7 +64,8 @@ def export(source: Path, target: Path, overrides: Sequence[str]) -> None:
     check_worker_class(worker, (HuggingFaceExporter,), (), "policy.worker")
     model = saved.with_name("init_model") if config.policy.random_init is not None else Path(str(config.policy.model_name))
     config = with_absolute_paths(config, model)
-    with Progress(config.logger) as progress, stop_on_signals(saves=False) as stop, stop.at_once(), Fleet() as fleet:
+    shown = Progress(config.logger, Console(stderr=True))
+    with shown as progress, stop_on_signals(saves=False) as stop, stop.at_once(), Fleet() as fleet:
         progress.stage("Starting Ray, and importing what a train worker needs")
         fleet.begin_imports(config, {TRAIN: worker})
         fleet.begin_cluster(config)

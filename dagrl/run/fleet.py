@@ -50,11 +50,12 @@ WarmUp = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
 
 
 class Fleet(Early):
-    """See the module's docstring. A context manager."""
+    """See the module's docstring. A context manager. `roles`: those whose workers will start (None: all)."""
 
-    def __init__(self, restarts: int = 0, server: Server | None = None) -> None:
+    def __init__(self, restarts: int = 0, server: Server | None = None, roles: Collection[str] | None = None) -> None:
         self.restarts = restarts  # that may still follow
         self._server = server  # which imports already
+        self._roles = roles
         self.inputs: Inputs | None = None  # of the first attempt: data and Hub may have changed since, or be out of reach
         self.progressed = False  # the attempt has finished a step
         self._cluster = ExitStack()
@@ -75,7 +76,8 @@ class Fleet(Early):
         """Begins to import what the workers will need, if they are forked from that."""
         same = bool(gpus_per_worker(config.cluster)) == bool(gpu_count())  # imports see the GPUs that workers will
         if same and forks_here(config.cluster):
-            self._forks = fork_server(config, classes, self._server)
+            own = {role: worker for role, worker in classes.items() if self._roles is None or role in self._roles}
+            self._forks = fork_server(config, own, self._server)
         if self._forks is None and self._server is not None:
             self._server.kill()
 
