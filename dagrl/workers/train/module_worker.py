@@ -1,7 +1,7 @@
 """ModuleWorker: the base of a train worker of your own, for any torch module of which each rank has a whole copy.
 
 A subclass sets `model` and `optimizer`, and computes log-probabilities. Steps, kept log-probabilities, refits and files are
-here: SFT, GRPO and what else learns from log-probabilities of tokens. `dagrl/examples/hf_worker.py` is one.
+here, for every algorithm that learns from log-probabilities of tokens. `dagrl/examples/hf_worker.py` is one.
 """
 
 from __future__ import annotations
