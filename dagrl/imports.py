@@ -48,11 +48,12 @@ def keep_bytecode() -> None:
     if spec is None or not spec.has_location or sys.pycache_prefix is not None:
         return
     compiled = Path(importlib.util.cache_from_source(str(spec.origin)))
-    if compiled.exists() or (os.access(compiled.parents[1], os.W_OK) and not sys.dont_write_bytecode):
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # not absolute without a home
+    written = os.access(compiled.parents[1], os.W_OK) and not sys.dont_write_bytecode
+    if compiled.exists() or written or not cache.is_absolute():
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache / "dagrl" / "bytecode")
 
 
