@@ -7,8 +7,10 @@ parallelism. The base weights stay as loaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.config import Config, Json, PeftConfig
@@ -57,9 +59,15 @@ def _linear_layers(hf_config: Mapping[str, Json]) -> AdapterShapes:
     """Returns the shapes of the parameters that may have adapters."""
     if hf_config.get("model_type") in MODEL_TYPES:
         return linear_shapes(stacked_shapes(hf_config))
+    return _shapes_of_model(json.dumps(hf_config))
+
+
+@cache
+def _shapes_of_model(hf_config: str) -> AdapterShapes:
+    """Found before the engine starts: an engine may have changed transformers' class."""
     from dagrl.workers.fsdp.lora import shapes_of_model
 
-    return shapes_of_model(hf_config)
+    return shapes_of_model(json.loads(hf_config))
 
 
 def _names(hf_config: Mapping[str, Json]) -> Callable[[str], str]:
