@@ -17,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,19 +168,29 @@ def try_architecture(name: str, layouts: Sequence[str], seconds: float, prepare:
 
 
 def _train_all(name: str, layouts: Sequence[str], root: Path, prepare: Prepare) -> None:
-    """Writes `rows.json` in `root`, with a row for each layout as soon as it is done."""
+    """Writes `rows.json` in `root`, with a row for each layout as soon as it is done.
+
+    The plain steps are a process's own: a backward pass counts the GPUs, after which forked processes cannot use them.
+    """
     case: Case | None = None
-    reason = ""
-    try:
-        case = prepare(name, root)
-    except NoTinyConfigError as error:
-        reason = str(error)
-    except Exception as error:
-        reason = reason_of(error)
+    reason = run_forked(_write_case, (name, root, prepare))
+    if not reason:
+        found = pickle.loads((root / "case").read_bytes())  # noqa: S301
+        case, reason = (None, found) if isinstance(found, str) else (found, "")
     rows: list[TrainRow] = []
     for layout in layouts:
         rows.append(TrainRow(name, layout, False, reason) if case is None else _row(name, layout, case))
         (root / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def _write_case(name: str, root: Path, prepare: Prepare) -> None:
+    """Writes `case` in `root`: the case, or why there is none."""
+    found: Case | str
+    try:
+        found = prepare(name, root)
+    except NoTinyConfigError as error:
+        found = str(error)
+    (root / "case").write_bytes(pickle.dumps(found))
 
 
 def _text_case(name: str, root: Path) -> Case:
