@@ -140,8 +140,6 @@ class Fleet(Early):
         else:
             self._workers.close()
             self._groups = start_groups(config, plan, self._workers, check, warm_up, self._forks)
-            if self._forks is not None and (reasons := self._forks.refusals()):
-                logger.info("not all workers could be forked: %s", reasons)
         return self._groups
 
     @contextmanager
@@ -331,6 +329,8 @@ def _start_group(
     )
     started.append(group)
     logger.info("%s workers started in %.1f s", start.role, time.monotonic() - begin)
+    if forks is not None and (reasons := forks.refusals()):
+        logger.info("not all workers could be forked: %s", reasons)
     if start.leaves:
         group.call("offload", TRAIN_PARTS)
     return group
