@@ -243,7 +243,7 @@ def test_a_resumed_run_and_an_evaluation_see_the_images(
 
 def check_screens(family: Family, run: Path) -> None:
     """Checks that what an environment shows has the tokens of the processor, and that its images are the run's."""
-    (question, answer), seen = CONVERSATIONS["one"], 0
+    (question, answer), seen, eos = CONVERSATIONS["one"], 0, processor_of(family).tokenizer.eos_token_id
     shown = [{"role": "user", "content": [{"type": "image", "image": screen(number)}, text("and")]} for number in range(2)]
     rows = [row for path in rollout_files(run / "rollouts").values() for row in read_rollouts(path)]
     assert rows
@@ -254,7 +254,7 @@ def check_screens(family: Family, run: Path) -> None:
             *_, end, newline = whole = tokens_of(family, messages, opened=False)
             messages.append(shown[number])
             expected = [newline, *tokens_of(family, messages, opened=True)[len(whole) :]]
-            ended = row["tokens"][part["start"] - 1] == end  # else another stop token did, and the end of the turn follows
+            ended = row["tokens"][part["start"] - 1] in (end, eos)  # else a stop token did, and the end of the turn follows
             assert list(row["tokens"][part["start"] : part["end"]]) == [*[end] * (not ended), *expected]
             messages.append(answer)
         names = row["media"]
