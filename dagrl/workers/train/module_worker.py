@@ -63,9 +63,7 @@ class ModuleWorker:
     def _shares(self, batch: Batch, loss: str) -> Iterator[tuple[Tensor, StepMetrics]]:
         """Yields the share of each microbatch of the loss over the global batch, and its metrics."""
         algorithm, size = algorithm_for(loss, self.config), self.policy.train_micro_batch_size
-        temperature = (
-            self.policy.generation.temperature if algorithm.learns_from == "samples" and self.policy.generation else 1.0
-        )
+        temperature = self._temperature if algorithm.learns_from == "samples" else 1.0
         batch = self.kept.join(batch, algorithm.columns, required=not in_warmup())
         counts = Denominators(batch.number("global_valid_tokens"), batch.number("global_valid_sequences"))
         for start in range(0, batch.rows, size):
@@ -81,13 +79,18 @@ class ModuleWorker:
         return merge_step_metrics(metrics for _, metrics in self._shares(batch, loss))
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        """Takes an optimizer step. A warm-up does everything but the update."""
+        """Takes an optimizer step. A warm-up does everything but the update.
+
+        A weight that no sequence of this rank has used, such as an expert's, has a gradient of zero: ranks sum all of them.
+        """
         parts = []
         for share, metrics in self._shares(batch, loss):
             share.backward()  # type: ignore[no-untyped-call]
             parts.append(metrics)
-        for gradient in self._gradients():
-            dist.all_reduce(gradient)
+        for weight in self.model.parameters():
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                dist.all_reduce(weight.grad)
         step = self.steps.take(self, batch.number("lr") if "lr" in batch.scalars else None, apply=not in_warmup())
         self.optimizer.zero_grad()
         return merge_step_metrics([*parts, StepMetrics(shared=step)])
@@ -96,13 +99,15 @@ class ModuleWorker:
         return [weight.grad for weight in self.model.parameters() if weight.grad is not None]
 
     def gradient_norm(self) -> Tensor:
-        """See `Gradients`, as the next two."""
+        """Returns the norm of all gradients, which are the same on all ranks."""
         return get_total_norm(self._gradients())
 
     def clip(self, limit: float, norm: Tensor) -> None:
+        """Multiplies all gradients by `limit / norm`."""
         clip_grads_with_norm_(self.model.parameters(), limit, norm)
 
     def update(self, rate: float) -> None:
+        """Updates the weights with this learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -147,7 +152,7 @@ class ModuleWorker:
             torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.steps.taken], f"{directory}/state.pt")
 
     def load_checkpoint(self, directory: str) -> None:
-        """Reads them."""
+        """Reads what `save_checkpoint` wrote, on every rank."""
         model, optimizer, self.steps.taken = torch.load(f"{directory}/state.pt")
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
