@@ -1,7 +1,6 @@
-"""Whether sequences of a packed row see each other, and their shared prefixes: by the model's code before a run, and by its
-outputs in workers.
+"""Whether sequences of a packed row see each other, and whether they see a prefix that they share.
 
-Imported only where torch is.
+Before a run the model's code tells, in workers its outputs. Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ def unseparated(kind: type[Any], config: Any, attention: str | None, *, images: 
 
 
 def unshared(kind: type[Any], config: Any, attention: str | None, *, images: bool) -> str:
-    """Says by what sequences cannot share prefixes in a model with this attention, as far as its code tells; empty if by
-    nothing.
+    """Names what keeps sequences from sharing prefixes in a model with this attention, as far as its code tells; empty if
+    nothing does.
 
-    `torch_varlen` is handed prefixes, others need whole masks that follow from positions.
+    `torch_varlen` is handed prefixes; `sdpa` and `eager` take whole masks, which follow from positions.
     """
-    if attention is not None and ("flash" in attention or "flex" in attention):
+    if attention not in (None, "sdpa", "eager", TORCH_VARLEN):
         return f"attn_implementation {attention}, which takes no whole masks"
     if not images:
         return ""

@@ -20,7 +20,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.model import HiddenStates, prepare_layer
-from dagrl.workers.fsdp.separation import shares_prefixes
+from dagrl.workers.fsdp.separation import shares_prefixes, unshared
 from dagrl.workers.train import prefix_attention
 from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule
@@ -191,3 +191,12 @@ def test_a_model_that_does_not_share_prefixes_is_found(broken: str, monkeypatch:
         plain = model.model.rotary_emb.forward
         model.model.rotary_emb.forward = lambda states, positions: plain(states, torch.arange(states.shape[1])[None])
     assert not shares_prefixes(HiddenStates(model), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention", "kernels-community/sage_attention"])
+def test_kernels_without_whole_masks_share_no_prefixes(kernel: str) -> None:
+    model = logits_of("qwen3")
+    assert (
+        unshared(type(model), model.config, kernel, images=False)
+        == f"attn_implementation {kernel}, which takes no whole masks"
+    )
