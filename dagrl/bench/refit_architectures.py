@@ -8,8 +8,8 @@ configuration, on one rank and on two tensor-parallel ones. vLLM's loader is rec
 then refitted over a Gloo channel, from the plain module (`hf`), from its two FSDP2 shards (`dtensor`), and from Megatron's
 modules at TP2 (`megatron`) where dagrl trains the family. Afterwards every parameter and buffer must be bit-equal to what
 `load_weights` makes of that checkpoint. Each architecture has processes of its own, forked from one that has imported vLLM,
-with a deadline. Shards are made in forked processes, each of which is one rank of a
-world without peers. Some image processors need torchvision.
+with a deadline. Shards are made in forked processes, each one rank of a world without peers. Some image processors need
+torchvision.
 """
 
 from __future__ import annotations

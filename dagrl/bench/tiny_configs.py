@@ -159,7 +159,7 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
 
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # as of a loaded model
     generator = torch.Generator().manual_seed(seed)
-    vectors = (buffer for buffer in model.buffers() if buffer.ndim == 1)  # masks and decays are none
+    vectors = (buffer for buffer in model.buffers() if buffer.ndim == 1)  # not masks and decays
     for tensor in dict.fromkeys([*model.parameters(), *vectors]):
         if tensor.is_floating_point():
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) / 8)

@@ -1,5 +1,4 @@
-"""Memory that another process on the same host can map: anonymous files on the host, CUDA IPC handles on GPUs; and live
-tensors that a process lends to others on the same GPU (`Loans`).
+"""Memory that another process of the host can map: anonymous files, CUDA IPC handles, and live tensors lent to it (`Loans`).
 
 Neither leaks when its process is killed: host memory is an anonymous file, like the memory of edges
 (`dagrl.runtime.edges.memory`), and CUDA frees the memory of a dead process. The owner of a segment calls its constructor,

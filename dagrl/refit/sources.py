@@ -140,9 +140,9 @@ def _names_of_wrapped(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def transposed_back() -> Iterator[None]:
-    """Gives experts that transformers transposes while reading a published checkpoint (Qwen3-VL-MoE) its order again.
+    """Context in which transformers saves experts that it transposed while reading (Qwen3-VL-MoE) in their published order.
 
-    Transformers 5.19 itself saves them as it has them, which vLLM does not read.
+    Transformers 5.19 itself saves them transposed, which vLLM does not read.
     """
     from transformers.core_model_loading import Transpose
 

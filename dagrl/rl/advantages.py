@@ -1,9 +1,8 @@
-"""Advantages: how much better a completion is than the others of its prompt, or of the batch (`advantage.name`), or how much
-better a token is than a critic expected (PPO's generalized advantage estimates).
+"""Advantages of completions, against the others of their prompt or batch, and of tokens, against a critic's values.
 
-Arrays of the first kind are `[prompts, generations]`; a row is the group of a prompt. Those of the second are token aligned,
-[rows, tokens]; `mask` is 1 on the tokens that the policy made. Tokens of an environment lie between them and are skipped:
-the state after a policy token is the one before the next policy token.
+Those of completions (`advantage.name`) are `[prompts, generations]`; a row is the group of a prompt. Those of tokens are
+PPO's generalized advantage estimates, `[rows, tokens]`; `mask` is 1 on the tokens that the policy made. Tokens of an
+environment lie between them and are skipped: the state after a policy token is the one before the next policy token.
 
 Sources: the group mean and the division by the group's standard deviation are GRPO's (Shao et al. 2024, "DeepSeekMath",
 arXiv:2402.03300, section 4.1.2); the leave-one-out baseline is from Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a

@@ -1,6 +1,7 @@
-"""Tries what a user wrote before a run starts, to find mistakes early: an algorithm on a few random rows, reward functions
-and the
-environment on an example of each task."""
+"""Tries a user's algorithm, reward functions and environment before a run starts, to find mistakes early.
+
+An algorithm is tried on a few random rows, the others on an example of each task.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 
 ROWS, TOKENS = 2, 5
-
 
 logger = logging.getLogger(__name__)
 SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")

@@ -151,7 +151,7 @@ T = TypeVar("T")
 
 
 class Early:
-    """What begins while a run is checked: nothing, unless it starts then (`Fleet`)."""
+    """Starts nothing while a run is checked. `Fleet` overrides it to start imports and Ray early."""
 
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
         """Begins to import what the workers, of these classes by role, will need."""

@@ -8,8 +8,8 @@
 
 Two quanta are in flight, so engines do not wait for the driver. Requests wait here, not in the engines, until a shard has a
 free slot: the one with the most free slots gets them first, so that shards finish together. Each turn of a sequence is a
-request; `dagrl.rl.rollout.turns` decides when there is another.
-A refit submitted between two calls of `advance` runs between two quanta.
+request; `dagrl.rl.rollout.turns` decides when there is another. A refit submitted between two calls of `advance` runs
+between two quanta.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of weights in `policy.precision`, and in host memory of what layers save. Imported only where torch is.
+"""Copies of weights in `policy.precision`, and host copies of tensors saved for backward. Imported only where torch is.
 
 Layers of a model that no rank shards compute with such copies of its float32 weights. FSDP2 would make them layer by layer,
 through the buffers of its collectives.

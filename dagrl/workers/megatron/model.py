@@ -1,6 +1,6 @@
 """Builds this rank's part of a Megatron-Core GPTModel of local layers from a Hugging Face configuration.
 
-`dagrl.workers.megatron.kernels` chooses what computes attention. Weights stay uninitialized; `dagrl.workers.train.hf_load`
+`attention.py` has what computes attention. Weights stay uninitialized; `dagrl.workers.train.hf_load`
 fills them. Imported only where Megatron is.
 """
 

@@ -128,7 +128,6 @@ class Backend(Protocol):
     @property
     def shares(self) -> bool:
         """Whether packed rows may share prefixes, if the settings do (`Segments.heads`). Known after `setup`."""
-        ...
 
     # Before any actor starts, on the driver. `hf_config` is the model's `config.json`, with any scalar head
 
