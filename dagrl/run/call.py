@@ -1,5 +1,4 @@
-"""Calls a function that is read, pickled, from standard input, and writes what it returned or raised, and what it logged:
-`ForkServer.call`."""
+"""The child process of `ForkServer.call`: reads a pickled call from standard input, and writes its result and its log."""
 
 import logging
 import os

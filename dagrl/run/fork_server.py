@@ -354,11 +354,8 @@ def _load(kind: bytes) -> _Imports:
     """Imports the libraries of a kind."""
     before, variables = dict(os.environ), dict[str, str]()
     try:
-        with (
-            gc_paused(),
-            gpus_unasked(),
-            brief_imports("ray"),
-        ):  # when imported it reads settings, which a worker has of its own
+        # Ray reads settings when it is imported, and a worker has settings of its own.
+        with gc_paused(), gpus_unasked(), brief_imports("ray"):
             load, items = pickle.loads(kind)  # noqa: S301
             variables = dict(items)
             os.environ.update(variables)

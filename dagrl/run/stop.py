@@ -1,5 +1,7 @@
-"""Stops a run on request: after Ctrl-C, SIGTERM or the end of its terminal the running replay ends, a checkpoint is saved,
-and the run exits."""
+"""Stops a run on request: by Ctrl-C, SIGTERM or the end of its terminal.
+
+The running replay ends, a checkpoint is saved, and the run exits.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The samples of a run in Parquet files, one row per sample: the batch of a training step in `rollouts/step_000042.parquet`,
-and what was validated or dropped by then in `rollouts/other_000042.parquet`.
+"""The samples of a run in Parquet files, one row per sample.
+
+The batch of a training step is in `rollouts/step_000042.parquet`, what was validated or dropped by then in
+`rollouts/other_000042.parquet`.
 
     files = RolloutFiles(paths.rollouts, max_bytes=10 << 30, resumed_step=0)
     files.write(step, table_of(rows))              # rows: one dictionary per sample, with the columns of `schema`
