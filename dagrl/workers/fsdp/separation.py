@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -124,7 +125,7 @@ def check_separation(root: HiddenStates, device: torch.device) -> None:
 
 @torch.no_grad()
 def shares_prefixes(root: HiddenStates, device: torch.device) -> bool:
-    """Whether two sequences with a shared prefix have the hidden states that they have in whole. A collective.
+    """Whether sequences with a shared prefix have the hidden states that they have in whole, on every rank. A collective.
 
     They may differ by what kernels round, but not as by another prefix.
     """
@@ -145,7 +146,10 @@ def shares_prefixes(root: HiddenStates, device: torch.device) -> bool:
     found = run((-1, 0, 0), (prefix, 0), *((part, shared) for part in own))
     whole, other = (run((), *((torch.cat([one, part]), 0) for part in own)) for one in (prefix, prefix.flip(0)))
     reshard(root)
-    return bool((found - whole).norm() <= max(0.01 * whole.norm(), 0.25 * (other - whole).norm()))
+    alike = ((found - whole).norm() <= torch.maximum(0.01 * whole.norm(), 0.25 * (other - whole).norm())).int()
+    if dist.is_initialized():  # all ranks plan their microbatches by this
+        dist.all_reduce(alike, dist.ReduceOp.MIN)
+    return bool(alike)
 
 
 def _positions() -> Tensor:
