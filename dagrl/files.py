@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 PART = ".part"
 """Suffix of a file that is being written, or was when the process was killed."""
 
-
 PRIVATE = 0o750
 """Mode of directories that hold a user's data: samples, weights, configuration. Others cannot read below them."""
 

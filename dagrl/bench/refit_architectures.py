@@ -48,7 +48,6 @@ SHARDS = 2
 Part = tuple[list[WeightSlice], Mapping[str, torch.Tensor]]
 """What one rank of the source holds."""
 
-
 TENSOR_PARALLEL = (1, 2)
 """Sizes of the engines."""
 

@@ -124,7 +124,6 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
 """Keys that vLLM reads and published configurations have, but the class's default configuration lacks; by model type."""
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
-
 PREFIXED = {"CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"}
 """Encoders whose published checkpoints have a prefix that transformers drops on loading. It saves it only in models that it
 has loaded, and vLLM expects it."""

@@ -55,7 +55,6 @@ AFTER = 2
 MOST = 200
 """Tokens of a line of which all are shown; of a longer one the first and the last half of as many."""
 
-
 FOLDED = 8
 """Fewest equal tokens in a row of which one is shown, with their number."""
 

@@ -34,7 +34,6 @@ EPSILON = 1e-6
 GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
-
 WHITEN_EPSILON = 1e-8
 """Added to the variance, as in verl's `masked_whiten`."""
 

@@ -1,6 +1,6 @@
 """Derives the keys that a configuration leaves open from the machine, the model and the data, each with its reason.
 
-Megatron-Core trains each model whose type it has, otherwise transformers' model under FSDP2 does.
+The backend is Megatron-Core for model types that it trains, and FSDP2 for all others.
 
 A key that the user sets keeps its value. The run logs what was derived and saves it in `config.yaml`. Derived keys have the
 field's default only where nothing derives them: in code that takes a `Config` without `preflight`.
@@ -93,7 +93,6 @@ IMAGE_PARTS = 3
 
 ROUND = 64
 """Lengths from data are rounded up to a multiple of this many tokens."""
-
 
 WORKERS: Mapping[str, Mapping[str, str]] = {
     "megatron": {

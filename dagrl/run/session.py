@@ -35,7 +35,6 @@ from dagrl.telemetry.trace import TraceEvent, TraceWriter
 TRACE_PERIOD = 20
 """Steps between two collections of the workers' trace events."""
 
-
 LIMIT_KEY = "policy.optimizer.max_skipped_steps"
 NO_TOKENS = (
     "no token was in the loss: the reward returned None or failed for every sample, or grpo.overlong_filtering left none"

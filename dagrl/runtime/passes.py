@@ -28,7 +28,6 @@ FAN_OUT = 8
 RELAY = "relay"
 """Kind of a node that passes on what it reads."""
 
-
 DRIVER_PARTS = 128
 """The longest list of small items that the driver assembles itself; a hop of a tree takes as long as this many items."""
 

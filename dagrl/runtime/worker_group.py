@@ -57,7 +57,6 @@ GRACE_S = 3.0
 Failure = Callable[..., WorkerFailure]
 """Makes a failure of the worker of a rank; `WorkerGroup.failure`."""
 
-
 IDLE_POLL_S = 0.1
 REPORT_S = 1.0
 """Deadline for a worker to answer before it is asked again with the others."""

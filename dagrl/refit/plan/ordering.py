@@ -18,7 +18,6 @@ BucketPosition = tuple[int, int, int]
 OrderedBucket = tuple[int, int, int, int]
 """(round, sender, receiver, position within the pair)"""
 
-
 IN_HOST, BETWEEN_HOSTS = 450e9, 50e9
 """Bytes per second of one rank, per direction: an H200's NVLink in a host and NDR between hosts."""
 

@@ -43,7 +43,6 @@ IN_FLIGHT = 2
 LOOKAHEAD = 1.25
 """Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is refilled in it."""
 
-
 LEAST_S = 0.06
 """The least seconds of a quantum, if the bounds allow: an engine then has work while the driver is busy elsewhere."""
 

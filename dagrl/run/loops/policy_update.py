@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 Learned: TypeAlias = tuple[dict[str, float], float]
 """The metrics of an update, and when its last optimizer step had ended (`time.perf_counter`)."""
 
-
 CRITIC_VALUES, CRITIC_STEP = "critic_values", "critic_step"
 CRITIC_PREFIX = "critic/"
 

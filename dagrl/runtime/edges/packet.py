@@ -114,7 +114,6 @@ IN_BAND_BYTES = 4096
 PLAIN_KINDS = frozenset("biufcSU")
 """Kinds of numpy dtypes whose arrays have the size of their elements."""
 
-
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray, np.ndarray, Batch, Encoded, Shares})
 """Types of values that hold no tensors and no objects that need reducers of our own."""
 

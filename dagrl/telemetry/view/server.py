@@ -32,7 +32,6 @@ LARGEST_BYTES, LARGEST_SIDE = 64 << 10, 512
 
 PARTS = ("charts.js", "tokens.js", "samples.js", "page.js")
 
-
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 

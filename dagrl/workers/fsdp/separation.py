@@ -37,10 +37,9 @@ def unseparated(kind: type[Any], config: Any, attention: str | None, *, images: 
     The model runs without weights up to its first attention. A mask separates sequences if it is made from their positions;
     kernels without masks do if they are handed positions, or (`torch_varlen`) the sequences' ends. `images`: rows have them.
     """
-    try:
-        net = build(kind, config, attention)
-    except Exception:
-        return ""  # `dry_model` says why it cannot be built
+    net = _built(kind, config, attention)
+    if net is None:
+        return ""
     base = base_of(net)
     if images and attention == TORCH_VARLEN and takes_types(base):
         net.set_attn_implementation("sdpa")
@@ -77,13 +76,16 @@ def unshared(kind: type[Any], config: Any, attention: str | None, *, images: boo
     """
     if attention not in (None, "sdpa", "eager", TORCH_VARLEN):
         return f"attn_implementation {attention}, which takes no whole masks"
-    if not images:
-        return ""
+    net = _built(kind, config, attention) if images else None
+    return "images whose tokens see each other" if net is not None and takes_types(base_of(net)) else ""
+
+
+def _built(kind: type[Any], config: Any, attention: str | None) -> Any:
+    """Returns the model without weights; None if it cannot be built, which `dry_model` reports with its reason."""
     try:
-        types = takes_types(base_of(build(kind, config, attention)))
+        return build(kind, config, attention)
     except Exception:
-        return ""  # `dry_model` says why it cannot be built
-    return "images whose tokens see each other" if types else ""
+        return None
 
 
 @contextmanager

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 RELEASES = ("0.26.",)
 """Releases of vLLM whose model runner these steps are of."""
 
-
 FEWEST_FILTERED = 8
 """Rows from which on vLLM applies top-k and top-p by one kernel; a padded batch of fewer might take another."""
 
@@ -85,8 +84,8 @@ class BurstGraphs:
         self._hosted = [(values, values.gpu.clone()) for values in hosted]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         tables = runner.block_tables
-        # vLLM keeps the tables' layout in memory that sleep drops, and makes it anew, elsewhere, at each wake-up. Graphs
-        # read it where it was, so it is made once, outside that memory: the tables' addresses outlive sleep.
+        # Sleep frees the memory of the tables' layout, and each wake-up allocates it at other addresses, which captured
+        # graphs do not know. So it is allocated once, outside that memory; the tables that it points to stay in place.
         tables.init_block_table_layout_tensors()
         tables.init_block_table_layout_tensors = lambda: None
 

@@ -49,7 +49,6 @@ SCHEME = "dagrl"
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
 
-
 MOST_CAPTURED = 1024
 """Tokens of the largest step with a CUDA graph. vLLM has 512, which a full engine exceeds in each step with a prompt."""
 
