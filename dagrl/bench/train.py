@@ -40,7 +40,7 @@ from dagrl.runtime.store import reserve_port
 from dagrl.workers.megatron.architecture import read_architecture, step_tflop
 from dagrl.workers.train.throughput import peak_tflops
 
-MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "8b": "qwen3-8b", "30b": "qwen3-30b-a3b"}
+MODELS = {"0.6b": "qwen3-0.6b", "1.7b": "qwen3-1.7b", "4b": "qwen3-4b", "8b": "qwen3-8b", "30b": "qwen3-30b-a3b"}
 SIDES = ("dagrl", "plain Megatron")
 SETTLING = 2
 """First steps of a run, which choose kernels and allocate memory."""

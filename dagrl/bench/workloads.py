@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dagrl.bench.models import SHAPES, ModelShape
+from dagrl.config.generation import ForcedLengths
 from dagrl.data import Example, Splits
 from dagrl.data.examples import Message
 from dagrl.data.media import IMAGE, Medium, id_of
@@ -28,6 +29,12 @@ SLOTS = 512
 
 GROUP = 8
 """Completions of one prompt."""
+
+SEED = 0
+"""Of a run, as the configuration has it by default."""
+
+PROMPT = 120
+"""Tokens of a prompt without an image."""
 
 PICTURE_PROMPT = 832
 """Most tokens of a prompt with an image: 768 of the image, 48 of the question, and the template's."""
@@ -90,7 +97,10 @@ def alternating(prompts: list[str], completions: list[str], references: list[str
 
 @dataclass(frozen=True)
 class RolloutCase:
-    """The rollouts of a step: `prompt` and `completion` in tokens, `micro` in sequences, the KV cache of an engine."""
+    """The rollouts of a step: `prompt` and `completion` in tokens, `micro` in sequences, the KV cache of an engine.
+
+    With a `median`, completions have other lengths: log-normal with sigma 1, at most `completion`.
+    """
 
     name: str
     model: str
@@ -100,6 +110,12 @@ class RolloutCase:
     micro: int
     tiny: bool
     kv_bytes: int = 0
+    median: int | None = None
+
+    @property
+    def lengths(self) -> ForcedLengths:
+        """The distribution of the lengths of completions."""
+        return ForcedLengths(median=self.median or self.completion, sigma=1.0 if self.median else 0.0)
 
     @property
     def shape(self) -> ModelShape:
@@ -127,7 +143,16 @@ class RolloutCase:
 
 
 def rollout_case(
-    name: str, model: str, sequences: str, completion: int, *, micro: int | None, tiny: bool, kv_share: float
+    name: str,
+    model: str,
+    sequences: str,
+    completion: int,
+    *,
+    micro: int | None,
+    tiny: bool,
+    kv_share: float,
+    prompt: int = PROMPT,
+    median: int | None = None,
 ) -> RolloutCase:
     """Returns a case whose KV cache holds all sequences, within a share of the GPU's memory. Raises ConfigError."""
     if model not in MODELS or not sequences.isdecimal() or int(sequences) < 1 or int(sequences) % GROUP:
@@ -135,8 +160,8 @@ def rollout_case(
             f"case {name!r}: expected a model of {', '.join(MODELS)} and a number of sequences, in whole groups of {GROUP}"
         )
     count = int(sequences)
-    prompt = PICTURE_PROMPT if SHAPES[MODELS[model]].images else 120
-    case = RolloutCase(name, model, count, prompt, completion, min(micro or MICROBATCH[model], count), tiny)
+    prompt = PICTURE_PROMPT if SHAPES[MODELS[model]].images else prompt
+    case = RolloutCase(name, model, count, prompt, completion, min(micro or MICROBATCH[model], count), tiny, median=median)
     return replace(case, kv_bytes=_kv_cache_bytes(case, kv_share))
 
 
@@ -171,7 +196,7 @@ def grpo_config(case: RolloutCase, model: Path, engine: dict[str, Any] | None = 
             "sequence_packing": {"enabled": True, "train_mb_tokens": packed, "logprob_mb_tokens": 2 * packed},
             "generation": {
                 "max_new_tokens": case.completion,
-                "forced_lengths": {"median": case.completion, "sigma": 0.0},
+                "forced_lengths": case.lengths.model_dump(),
                 "colocated": {"enabled": True},
                 "vllm_cfg": vllm,
             },

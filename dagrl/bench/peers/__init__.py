@@ -4,13 +4,14 @@
     dagrl bench peers --cases "grpo 4b 512" --micro 4 --more peers.json --json peers.json
     dagrl bench peers --cases "grpo vl-2b 128" --completion 128       with images of 448 x 448 to 1024 x 768
 
-A case is a kind, a model and the number of sequences of a step. `grpo`: a whole step, with 120 prompt tokens, groups of 8
-and completions of `--completion` tokens; `vl-2b` gets an image with each prompt, and dagrl trains it with FSDP workers.
-`sft`: an optimizer step over sequences of `--length` tokens, which `trl-packed` packs. Every side runs to its end in each
-turn and has the GPU alone. All start from the same checkpoint with random weights, in bfloat16 with float32 master weights,
-and take one optimizer step per batch; engines have the same KV cache, attention and number of sequences at once. The first
-steps do not count. Ratios are the peer's time over dagrl's. Peers whose package is not installed are left out and reported.
-`--tiny` also runs without a GPU, to try the benchmark.
+A case is a kind, a model and the number of sequences of a step. `grpo`: a whole step, with `--prompt` tokens, groups of 8
+and completions of `--completion` tokens; with `--median` their lengths are log-normal with sigma 1, and `--completion` is
+the longest. `vl-2b` gets an image with each prompt, and dagrl trains it with FSDP workers. `sft`: an optimizer step over
+sequences of `--length` tokens, which `trl-packed` packs. Every side runs to its end in each turn and has the GPU alone. All
+start from the same checkpoint with random weights, in bfloat16 with float32 master weights, and take one optimizer step per
+batch; engines have the same KV cache, attention and number of sequences at once. The first steps do not count. Ratios are
+the peer's time over dagrl's. Peers whose package is not installed are left out and reported. `--tiny` also runs without a
+GPU, to try the benchmark.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ from dagrl.bench.harness import Column, Contest, Take, Turn, execute, medians, t
 from dagrl.bench.models import SHAPES, write_with_tokenizer
 from dagrl.bench.report import Row, count
 from dagrl.bench.train import sft_config
-from dagrl.bench.workloads import MODELS, RolloutCase, grpo_config, rollout_case
+from dagrl.bench.workloads import MODELS, PROMPT, RolloutCase, grpo_config, rollout_case
 from dagrl.errors import ConfigError
 
-SETTLING = 2
 SFT_MICROBATCH = 8
 KV_SHARE = 0.4
 RECORDED = ("0.6b",)
@@ -74,12 +74,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     harness.add_arguments(parser)
     cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16"]
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all that are installed")
     parser.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, help="dagrl's train workers, each a side; default: megatron, or fsdp"
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="or none; default: all that are installed"
     )
+    parser.add_argument(
+        "--backends",
+        nargs="*",
+        choices=BACKENDS,
+        help="dagrl's train workers, each a side, or none; default: megatron, or fsdp",
+    )
+    parser.add_argument("--keys", nargs="+", default=[], metavar="A.B=C", help="further keys of dagrl's runs")
+    parser.add_argument("--settling", type=int, default=2, help="first steps of a turn, which do not count (default: 2)")
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
+    parser.add_argument("--prompt", type=count, default=PROMPT, help="tokens of a prompt without an image")
     parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
+    parser.add_argument("--median", type=count, help="median tokens of a completion, if lengths differ")
     parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
     parser.add_argument("--micro", type=count, help="sequences of a microbatch; default: 8, in GRPO 16, for 4b 4")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
@@ -102,7 +111,15 @@ def contest(text: str, options: argparse.Namespace, peers: Mapping[str, Peer], d
         raise ConfigError(f"case {text!r}: expected KIND MODEL SEQUENCES, with a kind of grpo or sft; found {kind!r}")
     if kind == "grpo":
         case = rollout_case(
-            text, model, sequences, options.completion, micro=options.micro, tiny=options.tiny, kv_share=KV_SHARE
+            text,
+            model,
+            sequences,
+            options.completion,
+            micro=options.micro,
+            tiny=options.tiny,
+            kv_share=KV_SHARE,
+            prompt=options.prompt,
+            median=options.median,
         )
         sizes = {"tokens": case.sequences * case.completion, "micro": case.micro, "kv_bytes": case.kv_bytes}
         opened: Callable[[], Any] = partial(grpo_sides, case, options, peers, directory)
@@ -123,9 +140,9 @@ def grpo_sides(
     """Yields the turns of all sides of GRPO."""
     model, config = write_with_tokenizer(case.shape, directory, case.precision), directory / "grpo.yaml"
     config.write_text(yaml.safe_dump(grpo_config(case, model)))
-    order = {"case": asdict(case), "model": str(model), "steps": options.steps + SETTLING}
+    order = {"case": asdict(case), "model": str(model), "steps": options.steps + options.settling}
     theirs = {
-        name: partial(peer_turn, case.name, peer.modules["grpo"], order)
+        name: partial(peer_turn, case.name, peer.modules["grpo"], order, options.settling)
         for name, peer in peers.items()
         if "grpo" in peer.modules
     }
@@ -147,9 +164,9 @@ def sft_sides(
     config.write_text(yaml.safe_dump(values))
     recorded = {"megatron": ("policy.megatron_cfg.cuda_graphs=true",)} if size in RECORDED and not options.tiny else {}
     order = {"model": str(model), "shape": dict(shape.config), "rows": rows, "length": options.length, "micro": micro}
-    order["steps"] = options.steps + SETTLING
+    order["steps"] = options.steps + options.settling
     theirs = {
-        other: partial(peer_turn, name, peer.modules["sft"], order | {"packed": peer.packed})
+        other: partial(peer_turn, name, peer.modules["sft"], order | {"packed": peer.packed}, options.settling)
         for other, peer in peers.items()
         if "sft" in peer.modules
     }
@@ -166,21 +183,22 @@ def dagrl_sides(
 ) -> dict[str, Take]:
     """Returns the turns of dagrl with each backend, the first called `dagrl`. `more` are further overrides of each."""
     turns: dict[str, Take] = {}
-    for number, backend in enumerate(options.backends or [default]):
-        words = (*BACKENDS[backend], *more.get(backend, ()))
-        turns[f"dagrl {backend}" if number else "dagrl"] = partial(dagrl_turn, name, config, stage, options.steps, words)
+    for number, backend in enumerate([default] if options.backends is None else options.backends):
+        words = (*BACKENDS[backend], *more.get(backend, ()), *options.keys)
+        side = f"dagrl {backend}" if number else "dagrl"
+        turns[side] = partial(dagrl_turn, name, config, stage, options.settling, options.steps, words)
     return turns
 
 
-def dagrl_turn(name: str, config: Path, stage: str, steps: int, words: Sequence[str]) -> dict[str, Turn]:
+def dagrl_turn(name: str, config: Path, stage: str, settling: int, steps: int, words: Sequence[str]) -> dict[str, Turn]:
     """Runs `dagrl train`. The last step, which validates, does not count."""
-    lines = train_run(config, [*words, f"{stage}.max_num_steps={SETTLING + steps + 1}"])[SETTLING:-1]
+    lines = train_run(config, [*words, f"{stage}.max_num_steps={settling + steps + 1}"])[settling:-1]
     return {name: Turn([line["timing_s/total"] for line in lines], medians(lines, [column.key for column in COLUMNS]))}
 
 
-def peer_turn(name: str, module: str, order: Mapping[str, Any]) -> dict[str, Turn]:
+def peer_turn(name: str, module: str, order: Mapping[str, Any], settling: int) -> dict[str, Turn]:
     """Runs a peer's process."""
-    return {name: Turn(execute(module, order)[SETTLING:])}
+    return {name: Turn(execute(module, order)[settling:])}
 
 
 def finish(rows: list[Row]) -> list[Row]:

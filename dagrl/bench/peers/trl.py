@@ -6,7 +6,8 @@ import os
 import random
 import tempfile
 import time
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ import torch
 from dagrl.bench import workloads
 from dagrl.bench.generate.vllm import engine_arguments
 from dagrl.bench.harness import answer
-from dagrl.bench.workloads import GROUP, RolloutCase
+from dagrl.bench.workloads import GROUP, SEED, RolloutCase
 from dagrl.data.media import load_processor
 from dagrl.errors import RunError
+from dagrl.rl.rollout.episodes import forced_lengths, request_seeds
 from dagrl.runtime.store import reserve_port
 from dagrl.workers.vllm.launch import import_vllm
 
 ROWS = 512
 """Rows of SFT's data set, which the trainer repeats."""
+
+RECOMPUTED = 16384
+"""Tokens of a microbatch from which on layers are computed again, as what they keep does not fit."""
 
 
 def work(steps: int, model: str, **order: Any) -> list[float]:
@@ -107,6 +112,7 @@ def grpo_trainer(output: str, steps: int, common: dict[str, Any], case: dict[str
         "vllm_max_model_length": mine.prompt + mine.completion + 8,
         "num_generations": GROUP,
         "max_completion_length": mine.completion,
+        "gradient_checkpointing": mine.micro * (mine.prompt + mine.completion) > RECOMPUTED,
         "temperature": 1.0,
         "beta": 0.0,
         "learning_rate": 1e-6,
@@ -154,19 +160,34 @@ def set_engine(case: RolloutCase) -> None:
     names = "attention_config dtype kv_cache_memory_bytes enforce_eager limit_mm_per_prompt skip_mm_profiling".split()
     own = {name: value for name, value in engine_arguments(case, "").items() if name in names}
     image = case.shape.config.get("image_token_id")
+    groups = count()
 
     class Engine(vllm.LLM):  # type: ignore[misc]
-        """Takes TRL's prompts, whose images are expanded; vLLM would expand them again (huggingface/trl#6294)."""
+        """Takes TRL's prompts, whose images are expanded; vLLM would expand them again (huggingface/trl#6294).
 
-        def generate(self, prompts: list[dict[str, Any]], *arguments: Any, **settings: Any) -> Any:
+        Completions get the lengths of dagrl's side.
+        """
+
+        def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, **settings: Any) -> Any:
             ids = [prompt["prompt_token_ids"] for prompt in prompts]
             short = [prompt | {"prompt_token_ids": unexpanded(prompt["prompt_token_ids"], image)} for prompt in prompts]
-            outputs = super().generate(short, *arguments, **settings)
+            each = [sampling_params.clone() for _ in prompts]
+            for parameters, tokens in zip(each, lengths(case, groups, len(prompts) // GROUP), strict=True):
+                parameters.max_tokens = tokens
+            outputs = super().generate(short, each, **settings)
             if [output.prompt_token_ids for output in outputs] != ids:
                 raise RunError("vLLM ran other prompts than TRL trains on: their processors expand images differently")
             return outputs
 
     generation.LLM = lambda *arguments, **settings: Engine(*arguments, **(settings | own))
+
+
+def lengths(case: RolloutCase, numbers: Iterator[int], groups: int) -> list[int]:
+    """Returns the lengths of the completions of the next `groups` groups, as dagrl draws them."""
+    each = ((number, request_seeds(SEED, number, GROUP)) for number in islice(numbers, groups))
+    return [
+        tokens for number, seeds in each for tokens in forced_lengths(case.lengths, SEED, number, seeds, case.completion)
+    ]
 
 
 def unexpanded(tokens: list[int], placeholder: Any) -> list[int]:
