@@ -37,7 +37,6 @@ from dagrl.bench.workloads import MODELS, PROMPT, RolloutCase, grpo_config, roll
 from dagrl.errors import ConfigError
 
 SFT_MICROBATCH = 8
-KV_SHARE = 0.4
 RECORDED = ("0.6b",)
 """Models whose launches take as long as their kernels, so that dagrl records SFT microbatches as CUDA graphs."""
 
@@ -88,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
     parser.add_argument("--prompt", type=count, default=PROMPT, help="tokens of a prompt without an image")
     parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
+    parser.add_argument(
+        "--kv-share", type=float, default=0.4, metavar="F", help="most of the GPU for KV cache (default: 0.4)"
+    )
     parser.add_argument("--median", type=count, help="median tokens of a completion, if lengths differ")
     parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
     parser.add_argument("--micro", type=count, help="sequences of a microbatch; default: 8, in GRPO 16, for 4b 4")
@@ -117,7 +119,7 @@ def contest(text: str, options: argparse.Namespace, peers: Mapping[str, Peer], d
             options.completion,
             micro=options.micro,
             tiny=options.tiny,
-            kv_share=KV_SHARE,
+            kv_share=options.kv_share,
             prompt=options.prompt,
             median=options.median,
         )
