@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 from dagrl.bench.models import SHAPES
-from dagrl.config import Json
+from dagrl.config import Config, Json
 from dagrl.refit import TIED_HEAD
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.fsdp.backend import FsdpBackend
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.quantization import block_fp8
@@ -43,13 +45,15 @@ class RefitCase:
     fp8: bool = False
     expert_parallel: bool = False
     colocated: bool = False
+    fsdp: bool = False
 
     @property
     def name(self) -> str:
         """Name in the style of NeMo-RL's tables: `4B TP2PP2->TP4`."""
         to = "EP" if self.expert_parallel else "TP"
         where = " colocated" if self.colocated else ""
-        return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{where}"
+        train = f"FSDP{self.train.dp}" if self.fsdp else _sizes(self.train)
+        return f"{self.model} {train}->{to}{self.tp}{where}"
 
     @property
     def dtype(self) -> str:
@@ -92,7 +96,7 @@ class RefitCase:
 
     def sources(self) -> list[list[WeightSlice]]:
         """Returns the slices of each train rank."""
-        return [megatron_weight_slices(self.config, self.train, rank) for rank in range(self.train.world_size)]
+        return _sources(self)
 
     def destinations(self) -> list[list[WeightSlice]]:
         """Returns the slices of each generation rank."""
@@ -100,6 +104,17 @@ class RefitCase:
         quantized = {"hf_overrides": {"quantization_config": block_fp8(layers)}} if self.fp8 else {}
         arguments = {"dtype": "bfloat16", "enable_expert_parallel": self.expert_parallel, **quantized}
         return describe_ranks(self.config, self.tp, arguments)
+
+
+@cache
+def _sources(case: RefitCase) -> list[list[WeightSlice]]:
+    ranks = range(case.train.world_size)
+    if case.fsdp:
+        sizes: dict[str, Json] = {"data_parallel_size": case.train.dp}
+        policy: dict[str, Json] = {"model_name": case.model, "precision": "bfloat16", "fsdp_cfg": sizes}
+        config = Config.model_validate({"name": "bench", "algorithm": "grpo", "policy": policy, "data": {}})
+        return [FsdpBackend.describe(config, case.config, case.train, rank) for rank in ranks]
+    return [megatron_weight_slices(case.config, case.train, rank) for rank in ranks]
 
 
 def _sizes(layout: ParallelLayout) -> str:
@@ -116,13 +131,16 @@ def _cases() -> Iterator[RefitCase]:
         same, experts = ParallelLayout(tp=half), ParallelLayout(dp=half, ep=half)
         yield RefitCase("4B", same, half)
         yield RefitCase("4B", same, half, fp8=True)
+        yield RefitCase("4B", ParallelLayout(dp=half), half, fsdp=True)
         yield RefitCase("30B", experts, half)
         yield RefitCase("30B", experts, half, fp8=True, expert_parallel=half > 2)  # FP8 blocks: 128 does not divide 768 / 4
         if half == 2:
+            yield RefitCase("4B", ParallelLayout(dp=2), 2, colocated=True, fsdp=True)
             yield RefitCase("4B", same, 2, colocated=True)
             yield RefitCase("4B", ParallelLayout(pp=2), 2)
             yield RefitCase("4B", ParallelLayout(dp=2), 2)
         if half == 4:
+            yield RefitCase("4B", ParallelLayout(dp=4), 2, fsdp=True)
             yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4)
             yield RefitCase("4B", ParallelLayout(tp=2, dp=2), 4)
 
@@ -132,6 +150,7 @@ TRIALS = (
     RefitCase("trial", ParallelLayout(pp=2), 2),
     RefitCase("trial", ParallelLayout(tp=2), 2, fp8=True),
     RefitCase("trial", ParallelLayout(tp=2, pp=2), 4),
+    RefitCase("trial", ParallelLayout(dp=2), 1, fsdp=True),
     RefitCase("trial", ParallelLayout(), 1, colocated=True),
 )
 
@@ -164,6 +183,6 @@ def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -
 def _bytes_of_a_rank(case: RefitCase) -> float:
     """Returns the bytes one GPU needs: bfloat16 weights, of both sides if they share it, and 4 GB of staging and slack."""
     elements = sum(map(math.prod, parameter_shapes(case.config).values()))
-    replicas = case.train.dp // case.train.ep if case.model == "4B" else 1
+    replicas = case.train.dp // case.train.ep if case.model == "4B" and not case.fsdp else 1
     sides = 2 if case.colocated else 1
     return 2 * elements * sides * replicas / min(case.train.world_size, case.tp) + 4e9

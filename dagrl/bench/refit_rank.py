@@ -83,6 +83,8 @@ class Rank:
         self._build_side()
         if self.is_sender:
             fill(self.side.tensors, self.side.slices)
+        tensors = list(self.side.tensors.values()) if self.is_sender and case.fsdp else []
+        self._copies = tensors, [tensor.float() for tensor in tensors]  # of the float32 shards that FSDP2 trains
         self.control.barrier()  # one side may take much longer to build
         kind: ChannelKind = "ipc" if case.colocated else "nccl" if self._on_gpus else "gloo"
         self.channel = open_channel(ChannelSpec(kind, address, self.rank, self.size, TIMEOUT_S))
@@ -127,11 +129,12 @@ class Rank:
     def _build_side(self) -> None:
         """Builds this rank's side, unless the last one is the same."""
         case, rank = self.case, self.rank % self.case.train.world_size
-        key = (case.model, case.train) if self.is_sender else (case.model, case.tp, case.fp8, case.expert_parallel)
+        sends, receives = (case.model, case.train, case.fsdp), (case.model, case.tp, case.fp8, case.expert_parallel)
+        key = sends if self.is_sender else receives
         if self._built is not None and self._built[0] == key:
             return
         self._let_go()
-        if not self._on_gpus:
+        if not self._on_gpus or (self.is_sender and case.fsdp):
             slices = (case.sources() + self._destinations)[self.rank]
             side = Side(slices, described(slices, self.device), "tensors of the described shapes")
         elif self.is_sender:
@@ -154,7 +157,7 @@ class Rank:
         if self.case.colocated:
             raw = copied_bytes_per_second(self.control, self.device, sizes)
         else:
-            pairs = {rank: half + rank % self.case.tp for rank in range(half)}
+            pairs = {rank: half + rank for rank in range(min(half, self.case.tp))}
             raw = raw_bytes_per_second(self.channel, self.control, pairs, self.device, sizes)
         return max(raw.values()) / 1e9
 
@@ -184,6 +187,8 @@ class Rank:
         staging = end.rounds.staging_bytes + (MAILBOX_SLOTS * sent if case.colocated else 0)
 
         def carry() -> None:
+            if self._copies[0]:
+                torch._foreach_copy_(*self._copies)
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
         self.control.barrier()

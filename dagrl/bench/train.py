@@ -3,11 +3,12 @@
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 4b:tp4 [--rows 16] [--length 2048] [--micro 2] [--json F]
     dagrl bench train --cases 8b@28:dp1 --sides dagrl                                      dagrl alone
 
-A case is a model and a layout, `4b:tp2pp2` or `30b@6:dp4ep4` (shortened to 6 layers), with keys that both sides read. Each
-side runs to its end in each turn, from the same checkpoint of random weights, in bfloat16 with float32 master weights; the
-first steps do not count. dagrl's step is a whole step of a run. The plain loop's processes (`dagrl.bench.train_plain`) have
-their batch on the device before the first step, and compute with dagrl's layers and loss. Losses are compared, by relative
-norm, with those of dagrl in the first case of the model. `--tiny` also runs without GPUs, to try the benchmark.
+A case is a model and a layout, `4b:tp2pp2` or `30b@6:dp4ep4` (shortened to 6 layers), with keys that both sides read.
+`"4b:dp2tp2 policy.backend=fsdp"` trains by FSDP2, and has dagrl's side alone. Each side runs to its end in each turn, from
+the same checkpoint of random weights, in bfloat16 with float32 master weights; the first steps do not count. dagrl's step is
+a whole step of a run. The plain loop's processes (`dagrl.bench.train_plain`) have their batch on the device before the first
+step, and compute with dagrl's layers and loss. Losses are compared, by relative norm, with those of dagrl in the first case
+of the model. `--tiny` also runs without GPUs, to try the benchmark.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class TrainCase:
     layout: ParallelLayout
     overrides: tuple[str, ...]
 
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 trains."""
+        return "policy.backend=fsdp" in self.overrides
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     harness.add_arguments(parser, rounds=2)
@@ -110,13 +116,15 @@ def sizes_of(case: TrainCase, options: argparse.Namespace) -> Row:
 
 
 def sft_config(
-    model: Path, rows: int, length: int, micro: int, precision: str, layout: ParallelLayout | None = None
+    model: Path, rows: int, length: int, micro: int, precision: str, layout: ParallelLayout | None = None, fsdp: bool = False
 ) -> dict[str, Any]:
     """Returns the configuration of an SFT run on one batch, which is the whole data."""
     layout = layout or ParallelLayout()
     sizes = {f"{word}_parallel_size": getattr(layout, axis) for axis, word in _AXES.items()}
-    sizes |= {"expert_tensor_parallel_size": 1} if layout.ep > 1 else {}
-    megatron = {**sizes, "sequence_parallel": layout.tp > 1}
+    if fsdp:
+        sizes = {key.replace("_model", ""): size for key, size in sizes.items() if size > 1 or key[0] == "d"}
+    else:
+        sizes |= {"sequence_parallel": layout.tp > 1} | ({"expert_tensor_parallel_size": 1} if layout.ep > 1 else {})
     policy = {
         "model_name": str(model),
         "precision": precision,
@@ -125,7 +133,7 @@ def sft_config(
         "max_total_sequence_length": length,
         "sequence_packing": {"enabled": False},
         "optimizer": {"lr": 1e-5},
-        "megatron_cfg": megatron,
+        "fsdp_cfg" if fsdp else "megatron_cfg": sizes,
     }
     data = {"task": "dagrl.bench.workloads:rows", "task_args": {"count": rows, "length": length}}
     sft = {"max_num_epochs": 1_000_000, "val_period": 0}
@@ -139,12 +147,13 @@ def sides(case: TrainCase, options: argparse.Namespace, directory: Path) -> Iter
     shape = replace(case.shape, config={**case.shape.config, "max_position_embeddings": max(40960, options.length)})
     model = write_with_tokenizer(shape, directory, precision)
     config = directory / "sft.yaml"
-    config.write_text(yaml.safe_dump(sft_config(model, options.rows, options.length, options.micro, precision, case.layout)))
+    sizes = options.rows, options.length, options.micro, precision, case.layout, case.fsdp
+    config.write_text(yaml.safe_dump(sft_config(model, *sizes)))
     command = [sys.executable, "-m", "dagrl.cli.main", "config", str(config), *case.overrides]
     resolved = subprocess.run(command, check=True, capture_output=True, text=True, env=process_environment())  # noqa: S603
     config.write_text(resolved.stdout)  # with what a run derives from the machine, for the plain loop, too
     turns = {"dagrl": dagrl_turn, "plain Megatron": plain_turn}
-    yield {side: partial(turns[side], case, options, config) for side in options.sides}
+    yield {side: partial(turns[side], case, options, config) for side in options.sides if side == "dagrl" or not case.fsdp}
 
 
 def dagrl_turn(case: TrainCase, options: argparse.Namespace, config: Path) -> dict[str, Turn]:

@@ -25,6 +25,7 @@ from dagrl.data.tokenization import collate, encode_demonstrations, encode_promp
 from dagrl.errors import ConfigError, RunError
 from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import check_model, worker_classes
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.store import reserve_port
 from tests.refit_mappings import TABLE, RefitMapping, configuration
 
@@ -74,6 +75,9 @@ def test_training_cases(tmp_path: Path) -> None:
     assert (case.shape.config["num_hidden_layers"], case.layout.ep, case.overrides) == (4, 4, ("policy.precision=float32",))
     config = Config.model_validate(train.sft_config(tmp_path, 16, 2048, 2, "bfloat16", case.layout))
     assert config.policy.megatron_cfg.expert_model_parallel_size == 4 and config.policy.train_micro_batch_size == 2
+    case = train.parse_case("4b:dp2tp2 policy.backend=fsdp", tiny=False)
+    config = Config.model_validate(train.sft_config(tmp_path, 16, 2048, 2, "bfloat16", case.layout, case.fsdp))
+    assert config.policy.fsdp_cfg.layout == case.layout == ParallelLayout(dp=2, tp=2)
     for wrong in ("4b:dp1:lora", "5b:dp1", ""):
         with pytest.raises(ConfigError, match="expected MODEL:LAYOUT"):
             train.parse_case(wrong, tiny=False)

@@ -65,7 +65,7 @@ BEFORE = [  # with layers that saved more, and an output layer that kept nothing
 def bench_config(case: str, rows: int, length: int, micro: int) -> tuple[Config, dict[str, Any]]:
     """Returns the configuration of a case of `dagrl bench train`, and its model's."""
     parsed = parse_case(case, tiny=False)
-    config = Config.model_validate(sft_config(Path("m"), rows, length, micro, "bfloat16", parsed.layout))
+    config = Config.model_validate(sft_config(Path("m"), rows, length, micro, "bfloat16", parsed.layout, parsed.fsdp))
     values = (word.split("=") for word in parsed.overrides)
     return config.with_keys({key: yaml.safe_load(value) for key, value in values}), dict(parsed.shape.config)
 
