@@ -32,6 +32,8 @@ class Fault:
     steps_compared: int
     loss_difference: float
     grad_norm_difference: float
+    seconds: float
+    """From the death to the end of the next step."""
 
 
 def measure(directory: Path, overrides: Sequence[str], places: Sequence[str] = PLACES) -> list[Fault]:
@@ -55,7 +57,7 @@ def _fault(place: str, died: float, until: float, ours: dict[int, Metrics], thei
         max(abs(ours[step][name] - theirs[step][name]) / max(abs(theirs[step][name]), 1e-9) for step in compared)
         for name in ("loss", "grad_norm")
     )
-    return Fault(place, min(compared) - 1, len(compared), loss, norm)
+    return Fault(place, min(compared) - 1, len(compared), loss, norm, ours[min(compared)]["time"] - died)
 
 
 def _steps(run: Run) -> dict[int, Metrics]:
