@@ -20,7 +20,7 @@ from dagrl.config.checks import check_settings
 from dagrl.config.plan import RunPlan
 from dagrl.config.settings import generation_dtype, phase_path, sends_adapters
 from dagrl.errors import ConfigError
-from dagrl.imports import did_you_mean
+from dagrl.imports import did_you_mean, gc_paused
 from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import gpu_memory
@@ -30,7 +30,6 @@ from dagrl.run.plans import PhasePlan, load_phase, run_plans
 from dagrl.run.preflight import check_model, read_data, trace_phases, worker_classes
 from dagrl.run.step_time import GPUS, PhaseTime, Rows, generated_rows, run_times, time_table
 from dagrl.runtime.draw import Drawing, mermaid, size_text
-from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.schedule import SchedulerOptions, channel_bytes
 

@@ -35,7 +35,11 @@ def check_settings(config: Config, plan: RunPlan) -> None:
     _check_rewards(config, plan)
     if plan.generates:
         _check_samples(config, plan)
-    _check_models(config, plan)
+    if config.models and plan.learns_from != "samples":
+        raise ConfigError(
+            f"models.{next(iter(config.models))} is set, but algorithm {config.algorithm} learns from {plan.learns_from}, "
+            "which no phase runs it for; leave it out. The reference policy of pairs is the first policy"
+        )
     _check_shared_gpus(config, plan)
     _check_training(config, plan)
     if config.policy.router_replay and not plan.generates:
@@ -136,15 +140,6 @@ def _check_samples(config: Config, plan: RunPlan) -> None:
         raise ConfigError(
             f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "
             "conversation. Set max_conversations=1, or use an algorithm without a critic"
-        )
-
-
-def _check_models(config: Config, plan: RunPlan) -> None:
-    """Checks that something uses the models next to the policy."""
-    if config.models and plan.learns_from != "samples":
-        raise ConfigError(
-            f"models.{next(iter(config.models))} is set, but algorithm {config.algorithm} learns from {plan.learns_from}, "
-            "which no phase runs it for; leave it out. The reference policy of pairs is the first policy"
         )
 
 

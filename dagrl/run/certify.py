@@ -285,7 +285,9 @@ def compare(entries: Sequence[Entry], results: Sequence[Values], bounds: Bounds)
             elif entry.phase in (START, END):
                 _compare_digest(report, name, old, new, start.get(name), bounds)
             else:
-                _compare_values(report, f"{where}{name}", old, new, _bound_of(name, bounds))
+                absolute = name not in (GRAD_NORM, "lr")
+                bound = (bounds.logprob, bounds.logprob) if absolute else (0.0, bounds.gradient)
+                _compare_values(report, f"{where}{name}", old, new, bound)
     generated = _generated([entry.result for entry in entries]), _generated(results)
     if generated[0]:
         _compare_generated(reports["generate"], *generated, _requests(entries), bounds.logprob)
@@ -310,13 +312,8 @@ def _requests(entries: Sequence[Entry]) -> dict[int, bool]:
     return {number: bool(greedy) for number, greedy in every if f"tokens of request {number}" in ended}
 
 
-def _bound_of(name: str, bounds: Bounds) -> tuple[float, float]:
-    """Returns the absolute bound of a value, and the bound as a share of it."""
-    return (0.0, bounds.gradient) if name in (GRAD_NORM, "lr") else (bounds.logprob, bounds.logprob)
-
-
 def _compare_values(report: PhaseReport, what: str, old: Array, new: Array, bound: tuple[float, float]) -> None:
-    """Compares two arrays: numbers that are not floating-point ones have no bound."""
+    """Compares two arrays by an absolute bound, and one as a share of a value; only floating-point numbers have any."""
     report.values += old.size
     if old.shape != new.shape:
         report.add(f"{what}: its shape", list(old.shape), list(new.shape), math.inf)

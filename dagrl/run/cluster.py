@@ -22,10 +22,10 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError
 from dagrl.files import require_writable
+from dagrl.imports import gc_paused
 from dagrl.machine import DEV_SHM, gpu_count
 from dagrl.run.local_cluster import ProcessGroup, cluster_processes, kill_with_children, lean_node
 from dagrl.run.stop import ignoring_signals, keep_handlers
-from dagrl.runtime.garbage import gc_paused
 
 logger = logging.getLogger(__name__)
 

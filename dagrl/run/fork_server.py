@@ -39,7 +39,6 @@ from dagrl.errors import DeadlineError, RunError
 from dagrl.imports import UNUSED, brief_imports
 from dagrl.machine import gpu_count
 from dagrl.run.worker_setup import FORK, STARTED, same_user
-from dagrl.runtime.garbage import gc_paused
 
 if TYPE_CHECKING:
     from dagrl.config.run import ClusterConfig
@@ -270,7 +269,7 @@ def _serve() -> None:
     """Runs the server until no run has used it for a while. Returns in a worker, at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     _end_with_parent(signal.SIGKILL)  # also while it imports
-    with gc_paused(), brief_imports(*UNUSED):
+    with brief_imports(*UNUSED):
         for module in sys.argv[1:]:
             with gpus_unasked():
                 importlib.import_module(module)
@@ -355,7 +354,7 @@ def _load(kind: bytes) -> _Imports:
     before, variables = dict(os.environ), dict[str, str]()
     try:
         # Ray reads settings when it is imported, and a worker has settings of its own.
-        with gc_paused(), gpus_unasked(), brief_imports("ray"):
+        with gpus_unasked(), brief_imports("ray"):
             load, items = pickle.loads(kind)  # noqa: S301
             variables = dict(items)
             os.environ.update(variables)

@@ -87,7 +87,6 @@ from dagrl.run.model import (
 from dagrl.run.plans import load_phase, run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
-from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import check_worker_class
@@ -210,8 +209,9 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
         result()
     _check_positions(inputs, plan)
     check_settings(inputs.config, plan)
-    if config.cluster.address is None and gpus_per_worker(config.cluster):
-        _check_memory(derived, plan, inputs)
+    gpu = gpu_memory() if config.cluster.address is None and gpus_per_worker(config.cluster) else 0
+    if gpu and derived.open("policy.worker", "policy.generation.worker"):
+        check_memory(plan, run_memory(inputs.config, plan, inputs.hf_config, gpu), gpu)
     warn_of_settings(inputs.config, plan)
     _check_metric(inputs, plan)
     if plan.generates:
@@ -220,13 +220,6 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
-
-
-def _check_memory(derived: Derived, plan: RunPlan, inputs: Inputs) -> None:
-    """Raises ConfigError if what dagrl's workers need before any batch does not fit this machine's GPUs."""
-    gpu = gpu_memory()
-    if gpu and derived.open("policy.worker", "policy.generation.worker"):
-        check_memory(plan, run_memory(inputs.config, plan, inputs.hf_config, gpu), gpu)
 
 
 def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]]:
@@ -251,7 +244,7 @@ def _open_text(derived: Derived, early: Early) -> tuple[PreTrainedTokenizerFast,
     policy = derived.config.policy
     of_characters = policy.random_init is not None and policy.tokenizer.name is None  # others take torch to be read
     loaded = partial(load_tokenizer, policy) if of_characters else early.apart(load_tokenizer, policy)
-    with gc_paused(), brief_imports():
+    with brief_imports():
         from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
     tokenizer = loaded()
     derive_chat(derived, tokenizer.chat_template is not None)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from dagrl.runtime.worker import in_warmup
+from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.backend import MegatronBackend
-from dagrl.workers.megatron.worker import MegatronWorker
 from dagrl.workers.vllm.worker import VllmWorker
 
 DEATHS = "DAGRL_DEATHS"

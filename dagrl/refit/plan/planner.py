@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.errors import RefitPlanError
+from dagrl.imports import gc_paused
 from dagrl.refit.fp8 import FP8
 from dagrl.refit.plan.buckets import BucketContents, BucketFiller, BucketLimits, MessageBuilder, PartBytes
 from dagrl.refit.plan.coverage import (
@@ -48,7 +49,6 @@ from dagrl.refit.transfers import (
     aligned,
     move_bytes,
 )
-from dagrl.runtime.garbage import gc_paused
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL uses all its channels only for messages above 128 MB, which are faster."""

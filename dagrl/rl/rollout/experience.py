@@ -494,13 +494,11 @@ class TrajectoryBuffer(Generic[Payload]):
         """Returns the finished groups that are not taken, by number."""
         return sorted(self._finished.values(), key=lambda group: group.number)
 
-    def _started_at(self) -> dict[int, int]:
-        return self._generating | {number: group.version for number, group in self._finished.items()}
-
     def _makes_others_late(self, batch: Sequence[FinishedGroup[Payload]]) -> bool:
         """Returns whether, after `batch`, more groups are due by some step than training takes until then."""
         numbers = {group.number for group in batch}
-        others = [version for number, version in self._started_at().items() if number not in numbers]
+        started = self._generating | {number: group.version for number, group in self._finished.items()}
+        others = [version for number, version in started.items() if number not in numbers]
         due = Counter(version + self.max_age_steps for version in others)
         waiting = 0
         for step in sorted(due):

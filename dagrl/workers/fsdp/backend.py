@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class FsdpBackend:
-    """A `Backend`."""
+    """A `Backend`, which documents the methods."""
 
     captures = False
     shares = True
@@ -54,7 +54,6 @@ class FsdpBackend:
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
-        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
         check_model(config, hf_config)
 
     @staticmethod
@@ -67,7 +66,6 @@ class FsdpBackend:
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """Returns what `rank` of `layout` will hold, without a worker."""
         from dagrl.workers.fsdp.dry import dry_model
         from dagrl.workers.fsdp.lora import Adapters
         from dagrl.workers.fsdp.sent import sent_slices
@@ -79,16 +77,13 @@ class FsdpBackend:
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
-        """Returns environment variables that must be set before torch is imported."""
         return nccl_environment()
 
     @staticmethod
     def prepare() -> None:
-        """Imports transformers and FSDP2."""
         import dagrl.workers.fsdp.trainer  # noqa: F401
 
     def setup(self, address: str) -> None:
-        """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
         import torch
 
         from dagrl.workers.fsdp.lora import Adapters
@@ -132,11 +127,9 @@ class FsdpBackend:
             )
 
     def abort(self) -> None:
-        """Aborts this worker's collectives, so that peers waiting for it raise."""
         abort_groups()
 
     def shutdown(self) -> None:
-        """Leaves the groups and drops the model."""
         from dagrl.workers.fsdp.model import forget_meshes
 
         self._model = self._meshes = self._adapters = self._sent = None
@@ -147,13 +140,11 @@ class FsdpBackend:
 
     @property
     def model(self) -> ShardedModel:
-        """The model, its passes and its optimizer."""
         assert self._model is not None, "`setup` makes it"
         return self._model
 
     @property
     def place(self) -> ParallelRank:
-        """This worker's coordinates, device and process groups."""
         from dagrl.workers.train.row_plans import ParallelRank
 
         context = self._spec.context
@@ -170,28 +161,23 @@ class FsdpBackend:
         return None if sizes is None else RoutedModel(self.model.net.config.get_text_config().vocab_size, sizes, True)
 
     def train_tflop(self, lengths: Iterable[int]) -> float:
-        """Returns the TFLOPs of training on sequences of these lengths."""
         return self.model.train_tflop(lengths)
 
     # ---- state
 
     def base_model(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which the model runs without its adapters; None if it has none."""
         return None if self._adapters is None else self._adapters.disabled()
 
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which boxes of the HF parameters, or of their adapters, a refit sends."""
         return self.sent.slices
 
     def sent_tensors(self) -> Mapping[str, Tensor]:
-        """Returns the tensors that `weight_slices` names, in `policy.precision`."""
         return self.sent.tensors
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Context in which `sent_tensors` have the current values."""
         self.sent.update()
         yield
 
@@ -214,11 +200,9 @@ class FsdpBackend:
     # ---- files
 
     def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-        """Yields this rank's part of the train state."""
         return self.model.pieces(reference)
 
     def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-        """Yields the same."""
         return self.model.pieces(reference, loads=True)
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:

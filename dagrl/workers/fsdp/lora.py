@@ -59,7 +59,7 @@ class Adapter(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of B @ A."""
+        """The shape of B @ A: [outputs, inputs], or [experts, outputs, inputs]."""
 
     @abstractmethod
     def merged(self) -> Tensor:
@@ -84,21 +84,17 @@ class LayerAdapter(Adapter):
 
     @property
     def weight(self) -> Any:
-        """The frozen weight."""
         return self.layer.get_base_layer().weight
 
     @property
     def factors(self) -> tuple[Any, Any]:
-        """A and B."""
         return self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[outputs, inputs]"""
         return tuple(self.weight.shape)
 
     def enable(self, enabled: bool) -> None:
-        """Makes passes run with the adapter, or without it."""
         self.layer.enable_adapters(enabled)
 
     def merged(self) -> Tensor:
@@ -127,26 +123,21 @@ class ExpertAdapter(Adapter):
 
     @property
     def weight(self) -> Any:
-        """The frozen weights."""
         return getattr(self.experts, self.name)
 
     @property
     def factors(self) -> tuple[Any, Any]:
-        """A and B."""
         a, b = factor_names(self.name)
         return getattr(self.experts, a), getattr(self.experts, b)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[experts, outputs, inputs]"""
         return expert_shape(self.experts, self.name)
 
     def enable(self, enabled: bool) -> None:
-        """Makes passes run with the adapters, or without them: with all of the module."""
-        setattr(self.experts, SCALE, self.scale if enabled else 0.0)
+        setattr(self.experts, SCALE, self.scale if enabled else 0.0)  # for all adapters of the module
 
     def merged(self) -> Tensor:
-        """Returns the merged weights of this rank's experts."""
         a, b = map(local_of, self.factors)
         left, right = (a.mT, b.mT) if self.experts.is_transposed else (b, a)
         return torch.baddbmm(local_of(self.weight).float(), left, right, alpha=self.scale)
@@ -190,13 +181,12 @@ class Adapters:
 
     def sent_slices(self) -> list[WeightSlice]:
         """Returns the slices of a refit of adapters alone, which every rank holds whole."""
-        return list(self._slices())
-
-    def _slices(self) -> Iterator[WeightSlice]:
-        for name, adapter in self.held.items():
-            for part, factor in zip(adapter_names(name), adapter.factors, strict=True):
-                box = tuple((0, size) for size in factor.shape)
-                yield WeightSlice(part, box, part, box)
+        boxes = {
+            part: tuple((0, size) for size in factor.shape)
+            for name, adapter in self.held.items()
+            for part, factor in zip(adapter_names(name), adapter.factors, strict=True)
+        }
+        return [WeightSlice(part, box, part, box) for part, box in boxes.items()]
 
     @torch.no_grad()
     def sent(self) -> dict[str, Tensor]:

@@ -107,7 +107,6 @@ class ShardedModel:
         return numbers
 
     def head(self, temperature: float) -> TokenHead | None:
-        """Returns the output layer; None for a scalar head."""
         transform = self.root.logits
         if transform is None:
             return None
@@ -166,22 +165,18 @@ class ShardedModel:
         self._loaded = []
 
     def step_metrics(self) -> StepMetrics:
-        """Returns those of the routers."""
         return self._metrics
 
     # ---- gradients and optimizer
 
     def zero_gradients(self) -> None:
-        """Drops all gradients."""
         for tensor in (*self.parameters.values(), *self._updated.values()):
             tensor.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Returns the shards of all gradients."""
         return [local_of(one.grad) for one in self.parameters.values() if one.grad is not None]
 
     def gradient_norm(self) -> Tensor:
-        """Returns the norm of all ranks' gradients, each counted once."""
         shards = defaultdict[tuple[dist.ProcessGroup, ...], list[Tensor]](list)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -195,12 +190,10 @@ class ShardedModel:
         return total.sqrt()
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Scales gradients to the limit."""
         gradients = self.gradients()
         torch._foreach_mul_(gradients, (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).to(gradients[0].device))
 
     def update(self, rate: float) -> None:
-        """Updates the weights and drops the gradients."""
         for name, updated in self._updated.items():
             if updated is not self.parameters[name] and self.parameters[name].grad is not None:
                 updated.grad = local_of(self.parameters[name].grad)
@@ -214,7 +207,6 @@ class ShardedModel:
         self.zero_gradients()
 
     def reset_optimizer(self) -> None:
-        """Zeros the optimizer's state."""
         for state in self.optimizer_state().values():
             for value in state.values():
                 local_of(value).copy_(torch.zeros(()).expand(local_of(value).shape))
@@ -308,11 +300,9 @@ class ShardedModel:
     # ---- state
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns this rank's shards by the name of their parameter."""
         return {name: local_of(weight.detach()) for name, weight in self.parameters.items() if not is_adapter(name)}
 
     def state(self, part: StatePart) -> list[Tensor]:
-        """Returns the tensors of a part. Gradients exist within a step only."""
         if part == "weights":
             return [local_of(parameter.detach()) for parameter in self.parameters.values()]
         if part == "gradients":

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class MegatronBackend:
-    """A `Backend`."""
+    """A `Backend`, which documents the methods."""
 
     shares = True
     checkpoint_format: ClassVar[str] = "dagrl-megatron-4"
@@ -59,7 +59,6 @@ class MegatronBackend:
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
-        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
         architecture, layout = read_architecture(hf_config), config.policy.megatron_cfg.layout
         check_layout(hf_config, layout)
         for conflict in _conflicts(config.policy, architecture):
@@ -79,7 +78,6 @@ class MegatronBackend:
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """Returns the slices that `rank` of `layout` will send in a refit, without a worker."""
         weights = megatron_weight_slices(hf_config, layout, rank)
         if sends_adapters(config):
             peft = config.policy.peft
@@ -88,12 +86,10 @@ class MegatronBackend:
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
-        """Returns environment variables that must be set before torch is imported."""
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **nccl_environment()}
 
     @staticmethod
     def prepare() -> None:
-        """Imports Megatron-Core."""
         from dagrl.workers.megatron import cpu
 
         cpu.adapt()
@@ -101,7 +97,6 @@ class MegatronBackend:
         import dagrl.workers.megatron.trainer  # noqa: F401
 
     def setup(self, address: str) -> None:
-        """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
         self.prepare()
         from dagrl.workers.megatron.experts import check_grouped_kernel
         from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
@@ -126,13 +121,11 @@ class MegatronBackend:
             self._trainer = frozen_trainer(model, config, layout)
 
     def abort(self) -> None:
-        """Aborts this worker's collectives, so that peers waiting for it raise."""
         if self._trainer is not None:
             self._trainer.forget_recordings()  # NCCL cannot end a communicator that a graph refers to
         abort_groups()
 
     def shutdown(self) -> None:
-        """Leaves the groups and drops the model."""
         if self._trainer is not None:
             self._trainer.forget_recordings()
             self._trainer.model.forget_microbatches()
@@ -149,7 +142,6 @@ class MegatronBackend:
 
     @property
     def place(self) -> ParallelRank:
-        """This worker's coordinates, device and process groups."""
         from megatron.core import parallel_state
 
         from dagrl.workers.train.row_plans import ParallelRank
@@ -159,20 +151,17 @@ class MegatronBackend:
 
     @property
     def routed(self) -> RoutedModel | None:
-        """The vocabulary and the routed layers; None without experts."""
         from dagrl.workers.train.microbatches import RoutedModel
 
         model = self.trainer.model.architecture
         return None if model.record is None else RoutedModel(model.vocabulary, model.record)
 
     def train_tflop(self, lengths: Iterable[int]) -> float:
-        """Returns the TFLOPs of training on sequences of these lengths."""
         return step_tflop(self.trainer.model.architecture, lengths)
 
     # ---- state
 
     def base_model(self) -> AbstractContextManager[None] | None:
-        """Returns a context in which adapters are off, if there are any."""
         return None if self.adapters is None else self.adapters.disabled()
 
     def _load(self, directory: Path, hf_config: Mapping[str, Json]) -> ModelChunks:
@@ -188,17 +177,14 @@ class MegatronBackend:
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which boxes of the HF parameters, or of their adapters, a refit sends."""
         return self.describe(self.config, self._spec.hf_config, self.context.layout, self.context.rank)
 
     def sent_tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that `weight_slices` names: parameters, not their data, as refits follow changes."""
         if self.adapters is not None and sends_adapters(self.config):
             return self.adapters.sent()
         return self.trainer.weights()
 
     def sending(self) -> AbstractContextManager[None]:
-        """Returns a context in which `sent_tensors` have the current values."""
         if self.adapters is not None and sends_adapters(self.config):
             self.adapters.scale_sent()
             return nullcontext()
@@ -207,13 +193,11 @@ class MegatronBackend:
     # ---- files
 
     def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-        """Yields this rank's part of the train state."""
         from dagrl.workers.megatron.sharding import pieces_to_save
 
         return pieces_to_save(self.trainer, reference)
 
     def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-        """Yields the train state that this rank holds."""
         from dagrl.workers.megatron.sharding import pieces_to_load
 
         return pieces_to_load(self.trainer, reference)

@@ -116,8 +116,10 @@ class LayerAdapters(torch.nn.Module):
 
     def sharded(self) -> list[ShardedTensor]:
         """Returns Megatron's sharded tensors: every adapter whole, under a name that does not depend on the layout."""
+        dp = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        replica = 0, parallel_state.get_tensor_model_parallel_rank(), dp
         return [
-            ShardedTensor.from_rank_offsets(f"{ADAPTERS}.{name}.{part}", parameter, replica_id=_replica())
+            ShardedTensor.from_rank_offsets(f"{ADAPTERS}.{name}.{part}", parameter, replica_id=replica)
             for name, adapter in self.held.items()
             for part, parameter in zip(PARTS, adapter, strict=True)
         ]
@@ -344,8 +346,3 @@ def _new_adapter(name: str, shape: Sequence[int], base: torch.nn.Parameter, sett
     values = first_factors(name, shape, settings, seed)
     a, b = (torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in values)
     return a, b
-
-
-def _replica() -> tuple[int, int, int]:
-    tp = parallel_state.get_tensor_model_parallel_rank()
-    return 0, tp, parallel_state.get_data_parallel_rank(with_context_parallel=True)

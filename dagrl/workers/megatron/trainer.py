@@ -60,11 +60,9 @@ class Trainer:
             self.model_pass = RecordedPasses(list(self.model.weights().values()), self.state("gradients"))
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the model's parameters and expert biases."""
         return self.model.weights()
 
     def head(self, temperature: float) -> TokenHead | None:
-        """Returns the output layer as a function of the last hidden states, on the last pipeline stage."""
         layer = self.model.output_layer(temperature, self.settings.policy.logprob_chunk_size)
         return None if layer is None else TokenHead(lambda hidden: (hidden, layer))
 
@@ -126,7 +124,6 @@ class Trainer:
         return self.load.read()
 
     def zero_gradients(self) -> None:
-        """Sets all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -150,7 +147,6 @@ class Trainer:
         return torch.stack(list(squares.values())).sum().sqrt()
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Scales gradients to the limit."""
         for part in self.optimizers():
             clip_grads_with_norm_(part.get_parameters(), limit, norm)
 
@@ -161,7 +157,6 @@ class Trainer:
         self.optimizer.step_with_ready_grads()
 
     def reset_optimizer(self) -> None:
-        """Zeros the moments and copies master weights from the model."""
         for _, state in self._states():
             for value in state.values():
                 value.zero_()

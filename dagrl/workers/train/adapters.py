@@ -194,13 +194,11 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
         raise CheckpointError(
             f"cannot read {directory / CONFIG}: {error}; {KEY}.adapter_path must be a directory that PEFT or dagrl wrote"
         ) from error
-    keys = {"r": "dim", "lora_alpha": "alpha"}
-    expected = {name: getattr(settings, key) for name, key in keys.items()}
-    for name, value in expected.items():
+    for name, key, value in (("r", "dim", settings.dim), ("lora_alpha", "alpha", settings.alpha)):
         if saved.get(name) != value:
             raise CheckpointError(
-                f"{directory / CONFIG} has {name} {saved.get(name)}, but {KEY}.{keys[name]} is {value}; set "
-                f"{KEY}.{keys[name]}={saved.get(name)}"
+                f"{directory / CONFIG} has {name} {saved.get(name)}, but {KEY}.{key} is {value}; set "
+                f"{KEY}.{key}={saved.get(name)}"
             )
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "use_rslora"):
         if saved.get(name):

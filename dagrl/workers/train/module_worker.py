@@ -103,11 +103,9 @@ class ModuleWorker:
         return get_total_norm(self._gradients())
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Multiplies all gradients by `limit / norm`."""
         clip_grads_with_norm_(self.model.parameters(), limit, norm)
 
     def update(self, rate: float) -> None:
-        """Updates the weights with this learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

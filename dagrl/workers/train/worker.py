@@ -23,13 +23,13 @@ from dagrl.config.plan import load_algorithm, reference_role
 from dagrl.data.media import MediaStore, with_fullest
 from dagrl.errors import ConfigError, RunError
 from dagrl.files import FileEntry
+from dagrl.imports import gc_paused
 from dagrl.machine import DeviceMemory
 from dagrl.refit import RankPlan, RefitReport, commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import POLICY, Algorithm, algorithm_for
 from dagrl.rl.routed_experts import with_empty_record
 from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
-from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
@@ -62,7 +62,10 @@ RECORDED = ("prev_logprobs", "reference_logprobs", "entropy")
 
 
 class TrainWorker:
-    """Steps, log-probabilities, refits and files of one rank's part of the policy, by `context.layout`."""
+    """Steps, log-probabilities, refits and files of one rank's part of the policy, by `context.layout`.
+
+    `dagrl.runtime.worker` documents the methods that the runtime calls, `Backend` those that only pass on.
+    """
 
     backend_class: ClassVar[type[Backend]]
     trains: ClassVar[bool] = True
@@ -95,7 +98,6 @@ class TrainWorker:
 
     @classmethod
     def check(cls, config: Config, hf_config: Mapping[str, Json]) -> None:
-        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
         cls.backend_class.check(config, cls.model_config(hf_config))
 
     @classmethod
@@ -106,7 +108,6 @@ class TrainWorker:
 
     @classmethod
     def describe(cls, config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """Returns the weight slices of `rank` in `layout`, without a worker."""
         return list(cls.backend_class.describe(config, hf_config, layout, rank))
 
     @classmethod
@@ -116,7 +117,6 @@ class TrainWorker:
 
     @classmethod
     def environment(cls, config: Config) -> dict[str, str]:
-        """Returns environment variables that must be set before torch is imported."""
         threads = os.environ.get("OMP_NUM_THREADS", "1")  # the workers of a host share its cores
         local = config.policy.model_name is not None and Path(config.policy.model_name).is_dir()
         hub = {"HF_HUB_OFFLINE": "1"} if local else {}  # nothing to look up
@@ -125,13 +125,11 @@ class TrainWorker:
 
     @classmethod
     def imports(cls, config: Config) -> Callable[[], object]:
-        """Returns what imports the backend's libraries, without threads and CUDA."""
         return cls.backend_class.prepare
 
     # ---- lifecycle
 
     def prepare(self) -> None:
-        """Imports the backend's libraries."""
         with warnings.catch_warnings(), gc_paused():
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             self.backend_class.prepare()
@@ -171,7 +169,6 @@ class TrainWorker:
                 raise
 
     def abort(self) -> None:
-        """Aborts this worker's collectives and channel, so that peers waiting for it raise."""
         if self._channel is not None:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
         if self._sending:  # no peer waits in the backend's groups; training can continue, refits with a new channel
@@ -188,7 +185,6 @@ class TrainWorker:
         return reusable
 
     def shutdown(self) -> None:
-        """Leaves the groups and drops the model."""
         if self._channel is not None:
             self._channel.close()
         backend, self._backend = self._backend, None
@@ -571,7 +567,6 @@ class TrainWorker:
             self.offloader.offload(what)
 
     def reload(self, what: tuple[str, ...]) -> None:
-        """Reverses `offload`. Addresses of tensors may change."""
         with self._running():
             self.offloader.reload(what)
 

@@ -149,13 +149,12 @@ class _Slots:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The slot's memory by local name."""
-        return dict(self._tensors())
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for module, layer in self._linear():
-            for kind in "ab":
-                stacks = getattr(layer, f"lora_{kind}_stacked")
-                yield from ((f"{module}.lora_{kind}.{n}", stack[SLOT, 0]) for n, stack in enumerate(stacks))
+        return {
+            f"{module}.lora_{kind}.{number}": stack[SLOT, 0]
+            for module, layer in self._linear()
+            for kind in "ab"
+            for number, stack in enumerate(getattr(layer, f"lora_{kind}_stacked"))
+        }
 
     def _linear(self) -> Iterator[tuple[str, Any]]:
         """Yields the layers by name; not those of experts, which vLLM may have wrapped too."""

@@ -117,7 +117,6 @@ class VllmWorker:
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
-        """Returns environment variables of the process, set before any import."""
         return vllm_environment(config)
 
     @staticmethod
@@ -212,7 +211,6 @@ class VllmWorker:
         return bool(self._device.type != "cuda")
 
     def shutdown(self) -> None:
-        """Ends the engine and leaves its process group and the refit channel."""
         self._close_channel()
         if self._engine is not None:
             self._end()
@@ -295,7 +293,6 @@ class VllmWorker:
         return list(self._destinations.slices)
 
     def weight_config(self) -> dict[str, Json]:
-        """Returns the model configuration that train workers must agree with. Available after setup()."""
         return model_keys(self._hf_config)
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
