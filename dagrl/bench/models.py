@@ -56,7 +56,7 @@ class ModelShape:
         small: dict[str, Json] = {"vocab_size": 512, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         small |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         if "num_experts" in self.config:
-            small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            small |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         if self.images:
             vision: dict[str, Json] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
             vision |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}

@@ -47,7 +47,6 @@ from dagrl.runtime.phase import Phase
 MIB = 1 << 20
 IN_FLIGHT, ENVELOPE, DEADLINE_S = 2, 1 << 16, 120
 PAUSE_S, WAIT_S = 0.25, 3.0
-REPLAYS_WORKERS = 8
 
 DAGRL: Mapping[str, Mapping[str, Any]] = {
     "dagrl": {},
@@ -110,6 +109,7 @@ class Plan:
     seconds: float = 0.12
     warmup: int = 20
     replays: int = 20_000
+    replay_workers: int = 8
 
 
 QUICK = Plan(workers=(1, 4), payloads=(SMALL, MIB), results=(), samples=40, warmup=5, replays=2000)
@@ -141,6 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sides", type=_one_of(SIDES), nargs="+", help=f"any of {'; '.join(SIDES)}")
     parser.add_argument("--seconds", type=float, help="length of a turn")
     parser.add_argument("--replays", type=int, help="replays whose 99th percentile is measured; 0: none")
+    parser.add_argument("--replay-workers", type=count, help="of so many workers, at most (default: 8)")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
 
 
@@ -152,7 +153,7 @@ def run(options: argparse.Namespace) -> None:
         contests = [
             Contest(step.name, {step.name: vars(step)}, partial(sides, plan, step, actors)) for step in steps_of(plan)
         ]
-        many = Step("scatter-gather", min(max(plan.workers), REPLAYS_WORKERS))
+        many = Step("scatter-gather", min(max(plan.workers), plan.replay_workers))
         name = f"many replays, {many.workers} workers"
         if plan.replays and "dagrl" in plan.sides:
             contests.append(Contest(name, {name: vars(many)}, partial(many_replays, name, plan, many, actors)))

@@ -21,10 +21,10 @@ if torch.cuda.is_available():
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MegatronPool]:
-    """Processes for train workers, one a GPU, at most two."""
+    """Processes for train workers, one a GPU, at most eight."""
     from tests.integration.megatron_pool import MegatronPool
 
-    pool = MegatronPool(min(torch.cuda.device_count(), 2))
+    pool = MegatronPool(min(torch.cuda.device_count(), 8))
     yield pool
     pool.close()
 

@@ -14,14 +14,13 @@ import torch
 from dagrl.config import FsdpConfig
 from dagrl.workers.fsdp import copies
 from dagrl.workers.fsdp.model import prepare_layer
+from tests.gpu import needs_gpus
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_gradients, plain_run, run_case
 from tests.integration.test_megatron_layouts import UNCLIPPED, group_batch, logprobs, run_group, train
 from tests.integration.test_megatron_lora import ALPHA, Peft, learn
 from tests.unit.workers.test_fsdp_model import tiny
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 CASES = [
     Case("qwen3"),
@@ -31,13 +30,19 @@ CASES = [
     Case("qwen3", {}, {"activation_checkpointing": "selective"}),
     Case("qwen3", {}, {"cpu_offload": True}),
     Case("qwen3_moe", packed=True),
-    pytest.param(Case("gemma3", {DP: 2}, packed=True), marks=two_gpus),
-    pytest.param(Case("qwen3", {DP: 2, REPLICAS: 2}), marks=two_gpus),
-    pytest.param(Case("qwen3_tied", {TP: 2}, packed=True), marks=two_gpus),
-    pytest.param(Case("gemma3", {CP: 2}, packed=True), marks=two_gpus),
-    pytest.param(Case("qwen3", {CP: 2}, packed=True), marks=two_gpus),
-    pytest.param(Case("qwen3_moe", {DP: 2, EP: 2}, packed=True), marks=two_gpus),
-    pytest.param(Case("qwen3", {DP: 2}, {"cpu_offload": True}), marks=two_gpus),
+    pytest.param(Case("gemma3", {DP: 2}, packed=True), marks=needs_gpus(2)),
+    pytest.param(Case("qwen3", {DP: 2, REPLICAS: 2}), marks=needs_gpus(2)),
+    pytest.param(Case("qwen3_tied", {TP: 2}, packed=True), marks=needs_gpus(2)),
+    pytest.param(Case("gemma3", {CP: 2}, packed=True), marks=needs_gpus(2)),
+    pytest.param(Case("qwen3", {CP: 2}, packed=True), marks=needs_gpus(2)),
+    pytest.param(Case("qwen3_moe", {DP: 2, EP: 2}, packed=True), marks=needs_gpus(2)),
+    pytest.param(Case("qwen3", {DP: 2}, {"cpu_offload": True}), marks=needs_gpus(2)),
+    pytest.param(Case("gemma3", {DP: 4, REPLICAS: 2}, packed=True), marks=needs_gpus(4)),
+    pytest.param(Case("qwen3", {DP: 2, TP: 2}, packed=True), marks=needs_gpus(4)),
+    pytest.param(Case("qwen3", {CP: 4}, packed=True), marks=needs_gpus(4)),
+    pytest.param(Case("qwen3_moe", {DP: 2, CP: 2, EP: 4}, packed=True), marks=needs_gpus(4)),
+    pytest.param(Case("qwen3_tied", {DP: 2, TP: 2, CP: 2}, packed=True), marks=needs_gpus(8)),
+    pytest.param(Case("qwen3_many_experts", {DP: 8, EP: 8}, packed=True), marks=needs_gpus(8)),
 ]
 
 
@@ -55,7 +60,7 @@ def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, models: di
 
 
 @pytest.mark.parametrize(("precision", "difference"), [("float32", 1e-4), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("layout", [{}, pytest.param({DP: 2}, marks=two_gpus)], ids=str)
+@pytest.mark.parametrize("layout", [{}, pytest.param({DP: 2}, marks=needs_gpus(2))], ids=str)
 def test_adapters_of_experts_are_close_to_peft(
     layout: dict[str, int], precision: str, difference: float, pool: MegatronPool, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -94,7 +99,7 @@ SHARED = [
     Case("gemma3", {}, {"torch_compile": True}),  # windows
     Case("gemma3", {}, {"attn_implementation": "sdpa"}),
     Case("qwen3_moe", {}, {"activation_checkpointing": "full"}),
-    pytest.param(Case("qwen3", {TP: 2}, {"torch_compile": True}), marks=two_gpus),
+    pytest.param(Case("qwen3", {TP: 2}, {"torch_compile": True}), marks=needs_gpus(2)),
 ]
 
 

@@ -13,6 +13,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, _current
 from dagrl.telemetry.metrics import merge_step_metrics
+from tests.gpu import needs_gpus
 from tests.gpu.test_megatron_nccl import check_abort
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
@@ -22,7 +23,6 @@ from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 GRAPHS = {"cuda_graphs": True}
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def recorded(item: Case) -> Case:
@@ -49,7 +49,7 @@ HALF_ON_TWO = [
 
 
 def on_two(items: list[Case]) -> list[Any]:
-    return [pytest.param(item, marks=two_gpus) for item in items]
+    return [pytest.param(item, marks=needs_gpus(2)) for item in items]
 
 
 @pytest.mark.parametrize("item", [*ONE, *on_two(TWO)], ids=lambda item: item.name)
@@ -174,7 +174,7 @@ def test_replays_follow_swapped_and_offloaded_weights(where: str, models: dict[s
     assert np.isfinite(metrics.sums["loss"])
 
 
-@two_gpus
+@needs_gpus(2)
 def test_an_abort_ends_a_replayed_collective_without_peers(pool: MegatronPool, models: dict[str, Path]) -> None:
     item = recorded(case("qwen3", "tp2", tp=2))
     batch, config = reference.make_batch(), configuration(item, models["qwen3"])

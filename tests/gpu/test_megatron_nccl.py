@@ -12,6 +12,7 @@ import pytest
 
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from tests.gpu import needs_gpus
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_checkpoint import SHARDED, Setting
@@ -31,15 +32,23 @@ CASES = [
     case("qwen3", "dp2-sharded", sharded=True, dp=2),
     case("qwen3", "dp2-overlapped", overlap=True, dp=2),
     case("qwen3", "dp2-sharded-overlapped", sharded=True, overlap=True, dp=2),
+    case("qwen3", "tp4", tp=4),
+    case("qwen3", "tp2cp2-sp-packed", sequence_parallel=True, packed=True, tp=2, cp=2),
+    case("qwen3_tied", "tp2pp2", tp=2, pp=2),
+    case("qwen3_moe", "dp4ep4-sharded", sharded=True, dp=4, ep=4),
+    case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
+    case("qwen3_tied", "tp2pp2dp2-sharded", sharded=True, tp=2, pp=2, dp=2),
+    case("qwen3_many_experts", "dp8ep8-sharded", sharded=True, dp=8, ep=8),
 ]
+STEPS = [pytest.param(item, marks=needs_gpus(item.layout.world_size), id=item.name) for item in CASES]
 
 
-@pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
+@pytest.mark.parametrize("item", STEPS)
 def test_three_steps_match_plain_torch(item: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
     reference.assert_near_float32(run_case(pool, item, models[item.model]), plain_torch(models[item.model]))
 
 
-@pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
+@pytest.mark.parametrize("item", STEPS)
 def test_bfloat16_is_close_to_float32(item: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
     """Compares log-probabilities, gradients and the losses of three steps by relative norm."""
     found = run_case(pool, item, models[item.model], precision="bfloat16")

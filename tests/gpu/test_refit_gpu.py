@@ -10,8 +10,7 @@ import torch
 from dagrl.refit import Verify
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+from tests.gpu import needs_gpus
 
 
 def test_casts_and_transposed_views_in_a_bucket_are_left_to_torch() -> None:
@@ -104,7 +103,7 @@ def _empty(live: dict[str, torch.nn.Parameter]) -> None:
         parameter.data.copy_(values)
 
 
-@two_gpus
+@needs_gpus(2)
 @pytest.mark.parametrize("case", [moved, emptied])
 def test_a_refit_follows_memory_that_moved_or_was_allocated_again(case: Callable[[Place], object]) -> None:
     pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dagrl.telemetry.metrics import merge_step_metrics
+from tests.gpu import needs_gpus
 from tests.gpu.test_vllm_worker import gpu_config, started
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
@@ -65,15 +66,15 @@ def test_replayed_experts_match_the_record(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-WAYS = {"eager": (True, 1), "graphs": (False, 1), "graphs-tp2": (False, 2)}
+WAYS = [
+    pytest.param(True, 1, id="eager"),
+    *(pytest.param(False, tp, marks=needs_gpus(tp), id=f"graphs-tp{tp}") for tp in (1, 2, 4)),
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_recorded_experts_match_hugging_face(way: str, cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("eager", "tp"), WAYS)
+def test_recorded_experts_match_hugging_face(eager: bool, tp: int, cluster: None, tmp_path: Path) -> None:
     """In bfloat16 few choices differ from those in float32. Rows of other tokens would agree by chance, a quarter."""
-    eager, tp = WAYS[way]
-    if tp > torch.cuda.device_count():
-        pytest.skip(f"needs {tp} GPUs")
     sizes: dict[str, Any] = {
         "num_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.errors import RunError
+from tests.gpu import needs_gpus
 from tests.gpu.test_vllm_worker import PROMPTS, SHAPES, batch, difference, gpu_config, make_gpu_checkpoint, started
 from tests.integration import vllm_calls
 from tests.integration.vllm_ranks import call, requests
@@ -23,10 +24,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_gpu_checkpoint(root / str(seed), seed, **SHAPES["tiny"]) for seed in range(2)]
 
 
-@pytest.mark.parametrize("start", range(2))
-def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int) -> None:
+@pytest.mark.parametrize(("start", "tp"), [(0, 2), (1, 2), pytest.param(2, 4, marks=needs_gpus(4))])
+def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int, tp: int) -> None:
     """`Engine.run` raises if ranks differ. The tokens are also plausible under the model."""
-    with started(checkpoints, gpu_config(checkpoints[0], eager=False, tp=2), tp=2, warm=False) as engine:
+    with started(checkpoints, gpu_config(checkpoints[0], eager=False, tp=tp), tp=tp, warm=False) as engine:
         prompts = [PROMPTS[row % 8] for row in range(64)]
         for round_ in range(3):
             rows = engine.run(requests(range(64), prompts, new=32, steps=16, seed=round_))

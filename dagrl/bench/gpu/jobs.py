@@ -55,18 +55,27 @@ def _bench(name: str, words: Sequence[str], gpus: int, cores: int = 1) -> Job:
 _DENSE = ("--rows", "24", "--micro", "6")
 """For dense models: with smaller microbatches GPUs wait for launches, and the two sides differ by CPU load."""
 
-SHARDED = f"{TRAIN}.use_distributed_optimizer=true"
+SHARDED, FSDP = f"{TRAIN}.use_distributed_optimizer=true", "policy.backend=fsdp"
+LONG = ("--sides", "dagrl", "--rows", "1", "--micro", "1", "--rounds", "1", "--steps", "1", "--length")
+_ON_FOUR = (f"tp2dp2 {SHARDED}", f"dp4 {FSDP}", f"dp2tp2 {FSDP}", f"cp4 {FSDP}")
+_ON_EIGHT = (f"dp8ep8 {SHARDED}", f"tp2dp4ep4 {SHARDED}", f"dp8ep8 {FSDP}")
 BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("overhead", (), 0, 4),
+    ("overhead-32", ("--workers", "8,32", "--payloads", "100", "--replay-workers", "32", "--sides", "dagrl"), 0, 36),
+    ("overhead-96", ("--workers", "8,64,96", "--payloads", "100", "--replay-workers", "64", "--sides", "dagrl"), 0, 100),
     ("refit", (), 1, 1),
     ("train-0.6b", ("--cases", "0.6b:dp1", *_DENSE), 1, 1),
     ("train-0.6b-2", ("--cases", "0.6b:dp1", "0.6b:tp2", "0.6b:cp2", f"0.6b:dp2 {SHARDED}", *_DENSE), 2, 1),
-    ("train-4b-2", ("--cases", "4b:dp1", "4b:tp2", *_DENSE), 2, 1),
+    ("train-4b-2", ("--cases", "4b:dp1", "4b:tp2", f"4b:dp2 {FSDP}", f"4b:tp2 {FSDP}", *_DENSE), 2, 1),
     ("train-30b-2", ("--cases", "30b@4:dp1", f"30b@4:dp2ep2 {SHARDED}"), 2, 1),
-    ("train-4b-4", ("--cases", "4b:dp1", "4b:tp2pp2", "4b:tp4", *_DENSE), 4, 1),
-    ("train-30b-4", ("--cases", "30b@4:dp1", f"30b@4:dp4ep4 {SHARDED}"), 4, 1),
+    ("train-4b-128k-2", ("--cases", f"4b:cp2 {FSDP}", *LONG, "131072"), 2, 1),
+    ("train-4b-4", ("--cases", "4b:dp1", "4b:tp2pp2", "4b:tp4", *(f"4b:{layout}" for layout in _ON_FOUR), *_DENSE), 4, 1),
+    ("train-8b-4", ("--cases", "8b@28:dp1", *(f"8b:{layout}" for layout in _ON_FOUR), "--rows", "64", "--micro", "2"), 4, 1),
+    ("train-8b-128k-4", ("--cases", f"8b:cp4 {FSDP}", *LONG, "131072"), 4, 1),
+    ("train-30b-4", ("--cases", "30b@4:dp1", f"30b@4:dp4ep4 {SHARDED}", f"30b@4:dp4ep4 {FSDP}"), 4, 1),
     ("train-4b-8", ("--cases", "4b:dp1", f"4b:tp2pp2dp2 {SHARDED}", f"4b:tp4dp2 {SHARDED}", *_DENSE), 8, 1),
-    ("train-30b-8", ("--cases", "30b@4:dp1", f"30b@4:dp8ep8 {SHARDED}", f"30b@4:tp2dp4ep4 {SHARDED}"), 8, 1),
+    ("train-30b-8", ("--cases", "30b@4:dp1", *(f"30b@4:{layout}" for layout in _ON_EIGHT)), 8, 1),
+    ("train-30b-48-8", ("--cases", *(f"30b:{layout}" for layout in _ON_EIGHT), "--sides", "dagrl", "--rows", "64"), 8, 1),
     ("peers-grpo", ("--cases", "grpo 0.6b 128", "grpo 0.6b 512"), 1, 1),
     ("peers-sft", ("--cases", "sft 0.6b 16"), 1, 1),
     ("peers-4b", ("--cases", "grpo 4b 512", "sft 4b 16", "--steps", "2"), 1, 1),
@@ -79,9 +88,15 @@ losses are the truth of the others; 30B-A3B is shortened to the layers that one 
 
 
 def _steps(gpus: int) -> list[Job]:
-    """Returns whole GRPO steps: half of the GPUs per role, and a number of sequences proportional to them."""
+    """Returns whole GRPO steps: half of the GPUs per role, or all for both, and a number of sequences proportional to them.
+
+    `step-8k` has completions of up to 8,192 tokens.
+    """
     half = max(gpus // 2, 1)
-    words = ("--config", "dagrl/bench/gpu/step.yaml", "--sides", "sync", "in flight, age 2", "in flight, age 4")
+    on_all = [f"{key}.data_parallel_size={2 * half}" for key in (TRAIN, GENERATION)]
+    alone = "colocated: policy.generation.colocated.enabled=true policy.reference_weights=host"
+    colocated = " ".join((alone, *on_all))
+    words = ("--config", "dagrl/bench/gpu/step.yaml", "--sides", "sync", colocated, "in flight, age 2")
     sizes = (
         f"{TRAIN}.data_parallel_size={half}",
         f"{GENERATION}.data_parallel_size={half}",
@@ -89,7 +104,16 @@ def _steps(gpus: int) -> list[Job]:
         f"policy.train_global_batch_size={128 * half}",
         f"data.task_args.count={16 * half}",
     )
-    return [_bench("step", (*sizes, *words), 2)]
+    long = (
+        "grpo.num_prompts_per_step=64",
+        "policy.train_global_batch_size=512",
+        "data.task_args.count=64",
+        "policy.max_total_sequence_length=8320",
+        "policy.generation.max_new_tokens=8192",
+        "policy.generation.forced_lengths.median=1024",
+        f"{GENERATION}.kv_cache_memory_bytes=51539607552",
+    )
+    return [_bench("step", (*sizes, *words, "in flight, age 4"), 2), _bench("step-8k", (*sizes, *long, *words), 4)]
 
 
 ASYNC = (
@@ -112,10 +136,13 @@ RUNS: tuple[tuple[str, str, int, Sequence[str]], ...] = (
     ("ep2-to-tp2", MOE, 4, ()),
     ("colocated-tp2pp2-to-tp2dp2", DENSE, 4, ()),
     ("colocated-tp2dp2-to-tp4", DENSE, 4, ()),
-    ("colocated-ep4-to-tp4", MOE, 4, ()),
+    ("colocated-ep4-to-tp4", MOE, 4, ("policy.router_replay=true",)),
+    ("fsdp-dp2-to-tp2", DENSE, 4, ()),
+    ("colocated-fsdp-dp4-to-tp4", DENSE, 4, ()),
     ("tp2pp2-to-tp2dp2", DENSE, 8, ()),
     ("tp2dp2-to-tp4", DENSE, 8, ASYNC),
-    ("ep4-to-tp4", MOE, 8, ()),
+    ("ep4-to-tp4", MOE, 8, ("policy.router_replay=true",)),
+    ("fsdp-dp4-to-tp4", DENSE, 8, ()),
 )
 """Runs of `dagrl train`, SFT and then GRPO: name, configuration, GPUs and overrides besides the layouts in the name."""
 
@@ -132,8 +159,9 @@ def _layouts(name: str) -> Iterator[str]:
         yield "policy.generation.colocated.enabled=true"
     train, _, generation = name.removeprefix("colocated-").partition("-to-")
     if generation:
+        yield from [FSDP] * train.startswith("fsdp")
         for axis, size in re.findall(r"([a-z]{2})(\d+)", train):
-            yield f"{TRAIN}.{AXES[axis]}_size={size}"
+            yield f"policy.fsdp_cfg.data_parallel_size={size}" if "fsdp" in train else f"{TRAIN}.{AXES[axis]}_size={size}"
             if axis == "ep":
                 yield f"{TRAIN}.data_parallel_size={size}"
         for axis, size in re.findall(r"([a-z]{2})(\d+)", generation):

@@ -101,7 +101,7 @@ def test_benchmarks_use_existing_options_and_fit_their_gpus() -> None:
         options = options_of(job)
         if job.part == "train":
             cases = [train.parse_case(case, tiny=False) for case in options.cases]
-            assert cases[0].layout.world_size == 1, job.name
+            assert cases[0].layout.world_size == 1 or options.sides == ["dagrl"], job.name
             assert max(case.layout.world_size for case in cases) == job.gpus, job.name
             for case in cases:
                 check_layout(case.shape.config, case.layout)
@@ -132,8 +132,9 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_measured_steps_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
     """Finds every mistake of every side that is visible before the start."""
-    (job,) = (job for job in jobs(gpus) if job.part == "step")
-    options = options_of(job)
-    for side in options.sides:
-        machine = (f"cluster.num_gpus={gpus}", f"output_dir={tmp_path}", *step.overrides_of(side))
-        assert preflight(load_config(options.config, [*options.overrides, *machine]))
+    for job in jobs(gpus):
+        if job.part == "step" and job.gpus <= gpus:
+            options = options_of(job)
+            for side in options.sides:
+                machine = (f"cluster.num_gpus={gpus}", f"output_dir={tmp_path}", *step.overrides_of(side))
+                assert preflight(load_config(options.config, [*options.overrides, *machine]))
