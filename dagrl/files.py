@@ -20,8 +20,7 @@ from dagrl.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 
-PART = ".part"
-"""Suffix of a file that is being written, or was when the process was killed."""
+PART = ".part"  # suffix of a file that is being written, or was when the process was killed
 
 PRIVATE = 0o750
 """Mode of directories that hold a user's data: samples, weights, configuration. Others cannot read below them."""
@@ -126,8 +125,7 @@ def free_name(path: Path) -> Path:
     return free
 
 
-OLD = ".old"
-"""Suffix of a directory that is being removed."""
+OLD = ".old"  # suffix of a directory that is being removed
 
 
 def replace_directory(partial: Path, target: Path) -> None:

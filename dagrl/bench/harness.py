@@ -40,11 +40,8 @@ TIME_IS_UP = "the time is up"
 KEPT_STEPS = 200
 """Steps of a row up to which the report has each; `--more` needs them."""
 
-TERMINATION_S = 20.0
-"""How long a late process has to end by itself."""
-
-LATE = 100
-"""Steps from which a row has their 99th percentile."""
+TERMINATION_S = 20.0  # how long a late process has to end by itself
+LATE = 100  # steps from which a row has their 99th percentile
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,7 @@ class Turn:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-Take = Callable[[], Mapping[str, Turn]]
-"""Takes a turn, of every case of the contest by its name."""
+Take = Callable[[], Mapping[str, Turn]]  # takes a turn, of every case of the contest by its name
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,8 @@ from dagrl.workers.vllm.launch import import_vllm
 
 SHARDS = 2
 
-Part = tuple[list[WeightSlice], Mapping[str, torch.Tensor]]
-"""What one rank of the source holds."""
-
-TENSOR_PARALLEL = (1, 2)
-"""Sizes of the engines."""
+Part = tuple[list[WeightSlice], Mapping[str, torch.Tensor]]  # what one rank of the source holds
+TENSOR_PARALLEL = (1, 2)  # sizes of the engines
 
 T = TypeVar("T")
 

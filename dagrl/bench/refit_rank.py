@@ -40,8 +40,7 @@ from dagrl.refit.connect import device_name
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 
-PORTS = 3
-"""Ports of a case: for the process groups of the train side and of both sides, and for the channel."""
+PORTS = 3  # ports of a case: for the process groups of the train side and of both sides, and for the channel
 
 TIMEOUT_S, WARMUP, PAUSES = 20.0, 2, 5
 

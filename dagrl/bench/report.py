@@ -25,8 +25,7 @@ PACKAGES = (
 )  # fmt: skip
 """Distributions whose installed versions a report records."""
 
-Row = dict[str, Any]
-"""One side of a case, as the JSON file has it."""
+Row = dict[str, Any]  # one side of a case, as the JSON file has it
 
 
 @cache

@@ -27,23 +27,12 @@ MICROBATCH = {"0.6b": 16, "1.7b": 8, "4b": 4, "vl-2b": 8}
 SLOTS = 512
 """Most sequences that an engine runs at once: as many as dagrl derives on GPUs, and vLLM's largest CUDA graph has."""
 
-GROUP = 8
-"""Completions of one prompt."""
-
-SEED = 0
-"""Of a run, as the configuration has it by default."""
-
-PROMPT = 120
-"""Tokens of a prompt without an image."""
-
-PICTURE_PROMPT = 832
-"""Most tokens of a prompt with an image: 768 of the image, 48 of the question, and the template's."""
-
-BLOCK = 16
-"""Tokens of a block of vLLM's KV cache."""
-
-PACKED = 1024
-"""Fewest tokens of a packed row for each sequence of the other side's microbatches, which are padded."""
+GROUP = 8  # completions of one prompt
+SEED = 0  # of a run, as the configuration has it by default
+PROMPT = 120  # tokens of a prompt without an image
+PICTURE_PROMPT = 832  # most tokens of a prompt with an image: 768 of the image, 48 of the question, and the template's
+BLOCK = 16  # tokens of a block of vLLM's KV cache
+PACKED = 1024  # fewest tokens of a packed row for each sequence of the other side's microbatches, which are padded
 
 
 def prompts(count: int = 256, characters: int = 128, seed: int = 0) -> Splits:
@@ -53,11 +42,8 @@ def prompts(count: int = 256, characters: int = 128, seed: int = 0) -> Splits:
     return Splits(examples[:1], examples, examples[:1])
 
 
-PICTURES = ((448, 448), (640, 480), (800, 600), (1024, 768))
-"""Widths and heights of images, in turn."""
-
-WORDS = "one two three four red green blue black".split()
-"""Words of questions about them, one token each."""
+PICTURES = ((448, 448), (640, 480), (800, 600), (1024, 768))  # widths and heights of images, in turn
+WORDS = "one two three four red green blue black".split()  # words of questions about them, one token each
 
 
 def pictures(count: int = 256, words: int = 48, shrink: int = 1, seed: int = 0) -> Splits:

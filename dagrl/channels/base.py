@@ -19,8 +19,7 @@ from dagrl.errors import ChannelError
 if TYPE_CHECKING:
     import torch
 
-MAILBOX_SLOTS = 2
-"""Messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read."""
+MAILBOX_SLOTS = 2  # messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read
 
 
 class PendingMessage:

@@ -33,8 +33,7 @@ from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.schedule import SchedulerOptions, channel_bytes
 
-GPUS_PER_HOST = 8
-"""GPUs of the hosts over which ranks are spread, if they do not fit on one."""
+GPUS_PER_HOST = 8  # GPUs of the hosts over which ranks are spread, if they do not fit on one
 
 
 @dataclass(frozen=True)

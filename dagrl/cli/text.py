@@ -49,14 +49,9 @@ MEANINGS = {
 MARK = "\ue000"
 """Replaces texts of the data, one after the other, to see where the template writes them. It has no meaning in Unicode."""
 
-AFTER = 2
-"""Most tokens of a row after the template's text: an end that it does not write, and one whose value is learned."""
-
-MOST = 200
-"""Tokens of a line of which all are shown; of a longer one the first and the last half of as many."""
-
-FOLDED = 8
-"""Fewest equal tokens in a row of which one is shown, with their number."""
+AFTER = 2  # most tokens of a row after the template's text: an end that it does not write, and one whose value is learned
+MOST = 200  # tokens of a line of which all are shown; of a longer one the first and the last half of as many
+FOLDED = 8  # fewest equal tokens in a row of which one is shown, with their number
 
 
 def text_report(config: Config, count: int, console: Console) -> str:

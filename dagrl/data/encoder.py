@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-NEUTRAL = ("\n", "a", "1", ".", "\u4e00")
-"""Contexts of a continuation whose own context would merge with it."""
-
-AT_ONCE = 512
-"""Texts that are tokenized together."""
+NEUTRAL = ("\n", "a", "1", ".", "\u4e00")  # contexts of a continuation whose own context would merge with it
+AT_ONCE = 512  # texts that are tokenized together
 
 
 class Encoded:

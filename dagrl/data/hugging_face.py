@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 5.0
-"""Seconds to wait for an answer of the Hub."""
+ANSWER_S = 5.0  # seconds to wait for an answer of the Hub
 
 SUFFIXES = (".parquet", ".arrow")
 JSON, CSV = (".jsonl", ".json"), (".csv", ".tsv")

@@ -56,25 +56,18 @@ PROCESSOR_FILES = (
 )
 """Files that may name the class of a processor."""
 
-KEPT_BYTES = 2 << 30
-"""Bytes of the tensors of images that a worker keeps: an image of full HD may take 50 MB."""
-
-THREADS = min(8, cpu_count() or 1)
-"""Images that a worker prepares at once."""
+KEPT_BYTES = 2 << 30  # bytes of the tensors of images that a worker keeps: an image of full HD may take 50 MB
+THREADS = min(8, cpu_count() or 1)  # images that a worker prepares at once
 
 Value = TypeVar("Value")
 
-KNOWN_SIZES = 1 << 16
-"""Sizes of images that a store keeps, so that it need not decode them again."""
+KNOWN_SIZES = 1 << 16  # sizes of images that a store keeps, so that it need not decode them again
 
 ROUGHLY = {"do_rescale": False, "do_normalize": False, "resample": 0}
 """Settings of a processor whose pixels nobody reads: its texts take a fifth of the time."""
 
-MEDIA = "media"
-"""Name of the token field of batches with `RowMedia.tokens`."""
-
-FULLEST = "fullest.npz"
-"""File of a store with the row of the data that has most tokens of images."""
+MEDIA = "media"  # name of the token field of batches with `RowMedia.tokens`
+FULLEST = "fullest.npz"  # file of a store with the row of the data that has most tokens of images
 
 Tokens = npt.NDArray[np.int64]
 

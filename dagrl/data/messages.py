@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 
-QUESTION, ANSWER = "Which is it?", "it-is-so"
-"""Texts of the conversations with which a template is looked at."""
+QUESTION, ANSWER = "Which is it?", "it-is-so"  # texts of the conversations with which a template is looked at
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of messages under which templates expect thoughts; each knows some."""
 
-CALL_ID = "000000000"
-"""Templates of Mistral take ids of nine letters or digits only."""
+CALL_ID = "000000000"  # templates of Mistral take ids of nine letters or digits only
 
 RESULT: Mapping[str, str] = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": QUESTION}
 """The result of a call in those conversations."""

@@ -27,8 +27,7 @@ from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.split import Codec
 from dagrl.runtime.worker_group import WorkerGroup
 
-Call = Arguments | None
-"""What one worker is called with; None: it is left out."""
+Call = Arguments | None  # what one worker is called with; None: it is left out
 
 Result = TypeVar("Result")
 

@@ -41,8 +41,7 @@ CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 RUN = "execute_with_func_generator"
 
-_fleets: weakref.WeakValueDictionary[tuple[str, ...], Fleet] = weakref.WeakValueDictionary()
-"""By the ids of their actors."""
+_fleets: weakref.WeakValueDictionary[tuple[str, ...], Fleet] = weakref.WeakValueDictionary()  # by the ids of their actors
 
 
 def accelerate(
@@ -191,8 +190,7 @@ def _bound_methods(worker_group: Any) -> dict[str, Any]:
     }
 
 
-_FUNCTOR = "func_generator.<locals>.Functor"
-"""The class that verl derives a bound method's class from."""
+_FUNCTOR = "func_generator.<locals>.Functor"  # the class that verl derives a bound method's class from
 
 
 def _target(functor: Any) -> str:
@@ -314,8 +312,7 @@ def _without_padding(output: Any, padding: int) -> Any:
     return output[:-padding] if isinstance(output, list) else output
 
 
-Jagged = tuple[Any, Any]
-"""Values and offsets of a nested tensor with the layout `torch.jagged`."""
+Jagged = tuple[Any, Any]  # values and offsets of a nested tensor with the layout `torch.jagged`
 
 
 def register_reducers(worker: object = None) -> None:

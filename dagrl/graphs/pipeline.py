@@ -24,8 +24,7 @@ from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
 
-Work = tuple[Literal["forward", "backward"], int]
-"""One step of a stage's schedule: the direction and the microbatch."""
+Work = tuple[Literal["forward", "backward"], int]  # one step of a stage's schedule: the direction and the microbatch
 
 
 class PipelineWorker(Protocol):

@@ -112,8 +112,7 @@ def check_complete(model: str, recording: Recording) -> None:
         )
 
 
-Checkpoint = Iterable[tuple[str, tuple[int, ...], torch.dtype]]
-"""Name, shape and dtype of each parameter."""
+Checkpoint = Iterable[tuple[str, tuple[int, ...], torch.dtype]]  # name, shape and dtype of each parameter
 
 Load = Callable[[Iterator[tuple[str, "Tensor"]]], object]
 

@@ -12,14 +12,9 @@ from dataclasses import dataclass
 
 from dagrl.errors import RefitPlanError
 
-Box = tuple[tuple[int, int], ...]
-"""One `(start, stop)` per dimension of a global tensor."""
-
-TensorShapes = Mapping[str, tuple[int, ...]]
-"""Shapes of local tensors by name, as far as slices reach."""
-
-STACKED = "*"
-"""Replaces the number in the name of a stack."""
+Box = tuple[tuple[int, int], ...]  # one `(start, stop)` per dimension of a global tensor
+TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of local tensors by name, as far as slices reach
+STACKED = "*"  # replaces the number in the name of a stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from dagrl.refit.slices import Box, Scales, WeightSlice, stacked_name
 if TYPE_CHECKING:
     import torch
 
-Loop = tuple[int, int, int]
-"""How often it runs, and its strides in the source and in the target, in elements."""
+Loop = tuple[int, int, int]  # how often it runs, and its strides in the source and in the target, in elements
 
 NEW_DIM = -1
 MOST_BOXES = 1 << 14

@@ -177,8 +177,7 @@ def box_of_run(moves: Sequence[Move], side: MoveSide) -> tuple[str, Box] | None:
     return (name, whole) if volume(whole) == sum(volume(move.box) for move in moves) else None
 
 
-Verify = Literal["off", "checksum"]
-"""How a refit proves that receivers hold what was sent; see `carry/verify.py`."""
+Verify = Literal["off", "checksum"]  # how a refit proves that receivers hold what was sent; see `carry/verify.py`
 
 
 @dataclass(frozen=True)

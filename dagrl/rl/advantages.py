@@ -28,17 +28,13 @@ Floats = npt.NDArray[np.float64]
 AdvantageFunction = Callable[..., npt.ArrayLike]
 """`function(rewards [prompts, generations], valid [prompts, generations], **args)` returns advantages of the same shape."""
 
-EPSILON = 1e-6
-"""Added to standard deviations, as in NeMo-RL and verl."""
+EPSILON = 1e-6  # added to standard deviations, as in NeMo-RL and verl
 
 GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
-WHITEN_EPSILON = 1e-8
-"""Added to the variance, as in verl's `masked_whiten`."""
-
-ROUNDING = 1e-12
-"""Variance of equal returns, at most, as a share of their mean square: each is a sum in another order."""
+WHITEN_EPSILON = 1e-8  # added to the variance, as in verl's `masked_whiten`
+ROUNDING = 1e-12  # variance of equal returns, at most, as a share of their mean square: each is a sum in another order
 
 
 def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:

@@ -30,14 +30,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 10.0
-"""Time of a program with all of its tests, in seconds."""
-
-SIDES = Path(__file__).with_name("coding_sides.py")
-"""What runs in both sandboxes, also the limits."""
-
-USER = "{user}"
-"""Stands in a command for the number of a user whom nobody else has."""
+SECONDS = 10.0  # time of a program with all of its tests, in seconds
+SIDES = Path(__file__).with_name("coding_sides.py")  # what runs in both sandboxes, also the limits
+USER = "{user}"  # stands in a command for the number of a user whom nobody else has
 
 AS_USER = ("setpriv", "--reuid", USER, "--regid", USER, "--clear-groups")
 

@@ -26,11 +26,8 @@ from dagrl.runtime.shapes import Batch
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-FIRST_QUANTUM = 16
-"""Engine steps of a quantum before their duration is known."""
-
-QUANTUM_SECONDS = 0.5
-"""Longest time that a weight update waits for running quanta, unless `quantum_engine_steps` is set."""
+FIRST_QUANTUM = 16  # engine steps of a quantum before their duration is known
+QUANTUM_SECONDS = 0.5  # longest time that a weight update waits for running quanta, unless `quantum_engine_steps` is set
 
 
 def quantum_steps(batch: Batch, shard: int) -> int:
@@ -55,8 +52,7 @@ class RequestOptions:
 
 AS_CONFIGURED = RequestOptions()
 
-OPTION_BYTES = 512
-"""Room for the options of one request in a quantum's batch."""
+OPTION_BYTES = 512  # room for the options of one request in a quantum's batch
 
 
 def options_text(options: Mapping[int, RequestOptions]) -> str:

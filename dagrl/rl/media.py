@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from dagrl.data.encoder import TextEncoder
     from dagrl.data.tokenization import Prompt
 
-MEDIUM = "medium"
-"""Key of an image's part: its name in the store."""
+MEDIUM = "medium"  # key of an image's part: its name in the store
 
 Message = Mapping[str, Any]
 

@@ -35,8 +35,7 @@ Act = Callable[[str], Fields]
 
 CLIENT = "openenv.core.generic_client"
 
-OUTSIDE = ("done", "reward", "metadata")
-"""Fields of every observation and action that are not part of the conversation."""
+OUTSIDE = ("done", "reward", "metadata")  # fields of every observation and action that are not part of the conversation
 
 FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 INVALID = "VALIDATION_ERROR"

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb, sqrt
 
-Z = 1.959964
-"""Standard deviations of a normal distribution around its mean that hold 95 % of it."""
+Z = 1.959964  # standard deviations of a normal distribution around its mean that hold 95 % of it
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

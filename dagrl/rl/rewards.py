@@ -37,8 +37,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-ENVIRONMENT = "environment"
-"""Name of the part of the reward that the environment gave."""
+ENVIRONMENT = "environment"  # name of the part of the reward that the environment gave
 
 SAMPLE_VALUES = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
 """Names of parameters that every sample has a value for; `dagrl.rl.rollout.scoring` makes them."""

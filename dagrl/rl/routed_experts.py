@@ -22,17 +22,10 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.runtime.shapes import Array, Batch
 
-ROUTED_EXPERTS = "routed_experts"
-"""Name of the field."""
-
-MISSING = 255
-"""Every byte of a token without a record."""
-
-Record = npt.NDArray[np.uint8]
-"""The bytes of a sequence's first tokens, [tokens, bytes of a token]."""
-
-NOTHING: Record = np.zeros((0, 0), np.uint8)
-"""The record of a sequence that generation has not seen."""
+ROUTED_EXPERTS = "routed_experts"  # name of the field
+MISSING = 255  # every byte of a token without a record
+Record = npt.NDArray[np.uint8]  # the bytes of a sequence's first tokens, [tokens, bytes of a token]
+NOTHING: Record = np.zeros((0, 0), np.uint8)  # the record of a sequence that generation has not seen
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from dagrl.telemetry.metrics import CLIP_RATIO
 
 KEY = "loss_fn.name"
 
-LOG_RATIO_CLAMP = 20.0
-"""Bound of the logarithm of probability ratios, as verl's."""
+LOG_RATIO_CLAMP = 20.0  # bound of the logarithm of probability ratios, as verl's
 
 
 @dataclass(frozen=True)

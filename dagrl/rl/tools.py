@@ -35,8 +35,7 @@ Tools = Mapping[str, Callable[..., Any]]
 
 KEY = "environment.tools"
 
-CALL_ID = re.compile(r"\[CALL_ID\](\w+)")
-"""Ids in calls of Mistral, which vLLM takes for a part of the function's name."""
+CALL_ID = re.compile(r"\[CALL_ID\](\w+)")  # ids in calls of Mistral, which vLLM takes for a part of the function's name
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ def known_ids(messages: Messages) -> list[str]:
     return [str(call.get("id")) for call in calls if isinstance(call, dict)]
 
 
-CallParser = Callable[[str], Calls]
-"""Splits the text of a turn, with special tokens, into that without them and the calls."""
+CallParser = Callable[[str], Calls]  # splits the text of a turn, with special tokens, into that without them and the calls
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:

@@ -42,11 +42,8 @@ logger = logging.getLogger(__name__)
 SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")
 """Starts of the import paths of functions that are not tried."""
 
-MADE_UP = "42"
-"""The completion of an example without a reference."""
-
-SAMPLES = 2
-"""Samples of a prompt: a function that answers a whole batch with one number gives itself away."""
+MADE_UP = "42"  # the completion of an example without a reference
+SAMPLES = 2  # samples of a prompt: a function that answers a whole batch with one number gives itself away
 
 
 def try_algorithm(config: Config) -> None:

@@ -66,11 +66,8 @@ with and without AVX, in the runs that come with dagrl, and in copies of four of
 
 EPSILON: Mapping[str, float] = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 
-DEVIATIONS = 3
-"""Standard errors by which another sampler's draws may be likelier or less likely than the recorded ones."""
-
-MARGIN = 4
-"""Times the largest difference that was measured are a bound."""
+DEVIATIONS = 3  # standard errors by which another sampler's draws may be likelier or less likely than the recorded ones
+MARGIN = 4  # times the largest difference that was measured are a bound
 
 Verdict = Literal["equal", "within", "differs"]
 

@@ -56,19 +56,15 @@ LOGS = "session_latest/logs of Ray's directory ($RAY_TMPDIR, else /tmp/ray)"
 SOCKET = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The longest name of a socket below Ray's directory."""
 
-SOCKET_BYTES = 107
-"""Longest path of a Unix socket (`sun_path` in unix(7), without its last null byte)."""
-
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
-"""Names of this host, for which Ray takes its address in the network."""
+SOCKET_BYTES = 107  # longest path of a Unix socket (`sun_path` in unix(7), without its last null byte)
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this host, for which Ray takes its address in the network
 
 CONNECT_S = 10.0
 """Seconds that a cluster may take to accept a connection. Ray itself would try for minutes."""
 
 LARGEST_PORT = 65535
 
-POLL_S = 0.01
-"""Seconds between two restorations of the signal handlers while Ray ends."""
+POLL_S = 0.01  # seconds between two restorations of the signal handlers while Ray ends
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """Whether Ray sends `~/.ray/auth_token`. If unset, Ray sends it only to clusters that it starts or discovers."""

@@ -55,8 +55,7 @@ from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 
 logger = logging.getLogger(__name__)
 
-MAY_CHANGE = frozenset({"algorithm", "loss_fn", "advantage"})
-"""Sections of keys that decide how samples are learned from."""
+MAY_CHANGE = frozenset({"algorithm", "loss_fn", "advantage"})  # sections of keys that decide how samples are learned from
 
 OF_GRPO = frozenset({"normalize_rewards", "use_leave_one_out_baseline", "overlong_filtering", "reward_shaping"})
 """Keys of `grpo` that do; the others say what is sampled, and when."""

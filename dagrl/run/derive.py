@@ -58,14 +58,9 @@ logger = logging.getLogger(__name__)
 MEGATRON, FSDP, ENGINE = "policy.megatron_cfg", "policy.fsdp_cfg", "policy.generation.vllm_cfg"
 ROLLOUT = "policy.generation"
 
-NEW_TOKENS = 1024
-"""Longest completion, if neither it nor the longest sequence is set."""
-
-PROMPT_TOKENS = 1024
-"""Room for prompts until the data are read."""
-
-SFT_SEQUENCES = 32
-"""Sequences of an SFT step."""
+NEW_TOKENS = 1024  # longest completion, if neither it nor the longest sequence is set
+PROMPT_TOKENS = 1024  # room for prompts until the data are read
+SFT_SEQUENCES = 32  # sequences of an SFT step
 
 LAYOUT = (
     *(f"{MEGATRON}.{name}" for name in MegatronConfig.model_fields if name.endswith("_size")),
@@ -76,23 +71,18 @@ LAYOUT = (
 
 GPU_SECONDS = {"start_s": 600.0, "warmup_s": 600.0, "replay_s": 600.0, "collective_s": 300.0, "checkpoint_s": 600.0}
 
-CACHE_BLOCK = 16
-"""Tokens of a block of vLLM's KV cache."""
+CACHE_BLOCK = 16  # tokens of a block of vLLM's KV cache
 
 START_SHARE = 0.8
 """Largest part of a GPU that colocated roles are planned to take when they start together, or at their peaks."""
 
-LEAST_CACHE = 1 << 30
-"""Bytes of the smallest derived KV cache of a GPU."""
-
-MOST_TOKENS = 16384
-"""Tokens of a microbatch that keep a GPU busy; more would only take memory."""
+LEAST_CACHE = 1 << 30  # bytes of the smallest derived KV cache of a GPU
+MOST_TOKENS = 16384  # tokens of a microbatch that keep a GPU busy; more would only take memory
 
 IMAGE_PARTS = 3
 """Times what the layers of a text save, for a token of an image in a model with a tower: Qwen3-VL-2B's takes twice that."""
 
-ROUND = 64
-"""Lengths from data are rounded up to a multiple of this many tokens."""
+ROUND = 64  # lengths from data are rounded up to a multiple of this many tokens
 
 WORKERS: Mapping[str, Mapping[str, str]] = {
     "megatron": {

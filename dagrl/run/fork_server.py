@@ -45,11 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PREFIX = f"dagrl-{os.getuid()}-"
-"""The beginning of the names of the sockets of this user's servers."""
-
-CALLS = "calls"
-"""The kind of process for `ForkServer.call`."""
+PREFIX = f"dagrl-{os.getuid()}-"  # the beginning of the names of the sockets of this user's servers
+CALLS = "calls"  # the kind of process for `ForkServer.call`
 
 GPU_DEVICES = "/dev/nvidia"
 """The beginning of the names of device files. One is open in a process that has started CUDA."""
@@ -61,16 +58,11 @@ NVML, which stays after NVML is shut down."""
 SETTLE_S, POLL_S = 1.0, 0.02
 """Seconds in which threads of the imports may end, or name themselves: until then they have the process's name."""
 
-COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")
-"""What all kinds import."""
-
-MOST_KINDS = 250
-"""Files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253."""
-
+COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")  # what all kinds import
+MOST_KINDS = 250  # files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
-SHELL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL")
-"""Variables that a shell changes all the time."""
+SHELL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL")  # variables that a shell changes all the time
 
 
 class Kind(NamedTuple):

@@ -105,8 +105,7 @@ def cluster_processes() -> list[Popen[Any]]:
         return []
 
 
-ESSENTIAL = ("gcs_server", "raylet")
-"""Processes without which a cluster does not live."""
+ESSENTIAL = ("gcs_server", "raylet")  # processes without which a cluster does not live
 
 
 def ended_processes(processes: Iterable[Popen[Any]]) -> list[str]:

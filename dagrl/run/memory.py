@@ -36,8 +36,7 @@ ENGINE_ROOM = 6 * GIB
 CHUNK_ELEMENTS = 1 << 27
 """Logits of a chunk of the output layer (`logprobs.CHUNK_ELEMENTS`). While one is computed, the last one still exists."""
 
-KEPT_SHARE = 0.25
-"""Largest share of the free memory that kept exponentials of logits take (`logprobs.KEPT_SHARE`)."""
+KEPT_SHARE = 0.25  # largest share of the free memory that kept exponentials of logits take (`logprobs.KEPT_SHARE`)
 
 ADAMW = "torch.optim:AdamW"
 MERGED = "merged weights"

@@ -26,14 +26,9 @@ from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.shapes import Bucket, Field, InputSpec, Scalar
 
-KEEP = "keep_columns"
-"""The phase that gives the train workers what phases of other roles computed."""
-
-STEP: Mapping[str, Scalar] = {"step": 0}
-"""Scalars of the phases that compute or use log-probabilities."""
-
-OVERHEAD_BYTES = 1 << 16
-"""Added to the room for results, for what is not an array."""
+KEEP = "keep_columns"  # the phase that gives the train workers what phases of other roles computed
+STEP: Mapping[str, Scalar] = {"step": 0}  # scalars of the phases that compute or use log-probabilities
+OVERHEAD_BYTES = 1 << 16  # added to the room for results, for what is not an array
 
 
 @dataclass(frozen=True)

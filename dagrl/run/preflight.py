@@ -98,11 +98,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENDS_CHECKED = 1000
-"""Examples of SFT that are searched for stop tokens."""
-
-WORKERS_PER_CORE = 8
-"""Workers allowed per CPU core on a machine without GPUs."""
+ENDS_CHECKED = 1000  # examples of SFT that are searched for stop tokens
+WORKERS_PER_CORE = 8  # workers allowed per CPU core on a machine without GPUs
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ from dagrl.errors import CheckpointError, ConfigError
 from dagrl.run.checkpoint_store import Checkpoint
 from dagrl.run.model import role_description
 
-SAVED_ROLES = (TRAIN, CRITIC)
-"""Roles whose workers have a state that checkpoints hold."""
-
+SAVED_ROLES = (TRAIN, CRITIC)  # roles whose workers have a state that checkpoints hold
 REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train workers saved a reference policy
 
 

@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 
 METHOD = "kept_logprobs"
 
-WAITING = 2
-"""Files that may wait to be written when another one comes: those of one step."""
-
-Prepared: TypeAlias = "pyarrow.Table"
-"""The table of a step's samples."""
+WAITING = 2  # files that may wait to be written when another one comes: those of one step
+Prepared: TypeAlias = "pyarrow.Table"  # the table of a step's samples
 
 
 class RolloutLog:

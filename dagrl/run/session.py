@@ -32,8 +32,7 @@ from dagrl.telemetry.record import RunPaths, RunRecord
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
-TRACE_PERIOD = 20
-"""Steps between two collections of the workers' trace events."""
+TRACE_PERIOD = 20  # steps between two collections of the workers' trace events
 
 LIMIT_KEY = "policy.optimizer.max_skipped_steps"
 NO_TOKENS = (

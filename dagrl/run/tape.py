@@ -33,8 +33,7 @@ from dagrl.telemetry.metrics import StepMetrics, is_measured, merge_step_metrics
 FORMAT = 2
 ENGINE_STEPS = "engine_steps"
 
-Values: TypeAlias = dict[str, Array]
-"""The numbers of a result by name, such as `grad_norm` or `tokens of request 3`."""
+Values: TypeAlias = dict[str, Array]  # the numbers of a result by name, such as `grad_norm` or `tokens of request 3`
 
 
 @dataclass

@@ -23,8 +23,7 @@ PLAIN: dict[str, object] = {
     "py_executable": sys.executable,
 }
 
-STARTED = b"started"
-"""A template's answer from the worker; any other says why there is none."""
+STARTED = b"started"  # a template's answer from the worker; any other says why there is none
 
 
 def main() -> None:

@@ -16,11 +16,8 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import WorkerContext
 
-ANSWER_S = 5.0
-"""Deadline for Ray to say which resources are free."""
-
-HEALTH = "dagrl_health"
-"""Concurrency group with one thread, on which a worker answers while its other threads are busy."""
+ANSWER_S = 5.0  # deadline for Ray to say which resources are free
+HEALTH = "dagrl_health"  # concurrency group with one thread, on which a worker answers while its other threads are busy
 
 
 class GpuBundles:

@@ -19,12 +19,10 @@ from dagrl.runtime.phase import replicas_per_graph
 from dagrl.runtime.tickets import Counters, GraphWorkers
 from dagrl.runtime.worker_group import Groups
 
-Ranks = Mapping[str, Sequence[int]]
-"""The ranks of each role, in a graph's order."""
+Ranks = Mapping[str, Sequence[int]]  # the ranks of each role, in a graph's order
 
 
-Engine = Literal["dagrl", "ray"]
-"""The engine of compiled graphs: dagrl's loops and edges, or Ray's Compiled Graphs."""
+Engine = Literal["dagrl", "ray"]  # the engine of compiled graphs: dagrl's loops and edges, or Ray's Compiled Graphs
 
 
 @dataclass(eq=False)

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-MISSED = "no answer within"
-"""The start of what a missed deadline says."""
+MISSED = "no answer within"  # the start of what a missed deadline says
 
 
 @dataclass(frozen=True)

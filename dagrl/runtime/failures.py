@@ -21,23 +21,12 @@ from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.runtime.worker_group import GRACE_S, Groups, first_line
 
-TURN_S = 0.1
-"""Longest wait for one graph before the next one is looked at."""
-
-REPORT_S = 2.0
-"""Deadline for workers to report what they run, after a hang."""
-
-DEATH_S = 10.0
-"""Deadline for Ray to learn of a process that has ended, on a busy machine."""
-
-RELEASE_S = 3.0
-"""Deadline for workers to leave aborted collectives, before they are killed."""
-
-QUESTION_S = 1.0
-"""Deadline for a worker to answer before it is asked again."""
-
-RoleRank = tuple[str, int]
-"""A worker, by its role and rank."""
+TURN_S = 0.1  # longest wait for one graph before the next one is looked at
+REPORT_S = 2.0  # deadline for workers to report what they run, after a hang
+DEATH_S = 10.0  # deadline for Ray to learn of a process that has ended, on a busy machine
+RELEASE_S = 3.0  # deadline for workers to leave aborted collectives, before they are killed
+QUESTION_S = 1.0  # deadline for a worker to answer before it is asked again
+RoleRank = tuple[str, int]  # a worker, by its role and rank
 
 
 @dataclass(slots=True)

@@ -53,11 +53,8 @@ class Constant:
 
 ArgumentRef = InputRef | NodeRef | Constant
 
-SHARED_MEMORY = "shm"
-"""The default transport: shared memory within a host, TCP between hosts."""
-
-Source = int | None
-"""The source of a value: a node's number, or None for the phase's input."""
+SHARED_MEMORY = "shm"  # the default transport: shared memory within a host, TCP between hosts
+Source = int | None  # the source of a value: a node's number, or None for the phase's input
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,14 @@ from dataclasses import dataclass
 from dagrl.runtime.edges.packet import Header, Packet, PacketBody
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
 
-FAN_OUT = 8
-"""The largest number of other hosts that one process sends to."""
-
-RELAY = "relay"
-"""Kind of a node that passes on what it reads."""
+FAN_OUT = 8  # the largest number of other hosts that one process sends to
+RELAY = "relay"  # kind of a node that passes on what it reads
 
 DRIVER_PARTS = 128
 """The longest list of small items that the driver assembles itself; a hop of a tree takes as long as this many items."""
 
-LARGE_BYTES = 4 << 20
-"""Items are taken to be large if the phase's results may be larger than this."""
-
-Items = tuple[int, ...]
-"""Positions in a list of the items that one output of a graph holds: one item, or a list of several."""
+LARGE_BYTES = 4 << 20  # items are taken to be large if the phase's results may be larger than this
+Items = tuple[int, ...]  # positions in a list of the items that one output of a graph holds: one item, or a list of several
 
 
 @dataclass(frozen=True)

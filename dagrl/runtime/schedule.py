@@ -57,20 +57,14 @@ from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION_BYTES = 1 << 15
-"""Room for what is not an array in an input: types, names, sizes and the message's own header."""
+DESCRIPTION_BYTES = 1 << 15  # room for what is not an array in an input: types, names, sizes and the message's own header
 
 SETTLING_S, SETTLING_REPLAYS = 0.1, 20
 """The most time and replays for which a warm-up repeats an input, until code is specialized and caches are full."""
 
-REPORT_S = 1.0
-"""Shortest deadline for workers to say what they run."""
-
-REST_POLL_S = 0.02
-"""Interval at which `at_rest` asks workers what they run."""
-
-SLOW_S = 1.0
-"""A first replay that takes longer is not repeated: imports and opening edges alone do not explain its time."""
+REPORT_S = 1.0  # shortest deadline for workers to say what they run
+REST_POLL_S = 0.02  # interval at which `at_rest` asks workers what they run
+SLOW_S = 1.0  # a first replay that takes longer is not repeated: imports and opening edges alone do not explain its time
 
 
 _schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()

@@ -117,8 +117,7 @@ def pad_rows(array: Array, bucket: Bucket) -> Array:
     return padded
 
 
-FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]
-"""The dtype and the number of dimensions of each field."""
+FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]  # the dtype and the number of dimensions of each field
 
 
 def field_types(spec: InputSpec) -> FieldTypes:

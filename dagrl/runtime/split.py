@@ -110,8 +110,7 @@ class Split:
                 )
 
 
-Join = Callable[[list[Any]], Any]
-"""Makes one result of the shards' results."""
+Join = Callable[[list[Any]], Any]  # makes one result of the shards' results
 
 
 @dataclass(frozen=True)

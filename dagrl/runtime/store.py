@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096
-"""Ranks that may connect at once."""
+BACKLOG = 4096  # ranks that may connect at once
 
 
 _reserved: deque[socket.socket] = deque(maxlen=8)

@@ -48,14 +48,9 @@ from dagrl.runtime.worker import check_worker_class
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
-"""Interval at which `while_waiting` is called while workers start."""
-
-GRACE_S = 3.0
-"""Longest wait for other workers' reports after one failed in a plain call, or broke a graph."""
-
-Failure = Callable[..., WorkerFailure]
-"""Makes a failure of the worker of a rank; `WorkerGroup.failure`."""
+POLL_S = 0.2  # interval at which `while_waiting` is called while workers start
+GRACE_S = 3.0  # longest wait for other workers' reports after one failed in a plain call, or broke a graph
+Failure = Callable[..., WorkerFailure]  # makes a failure of the worker of a rank; `WorkerGroup.failure`
 
 IDLE_POLL_S = 0.1
 REPORT_S = 1.0
@@ -350,8 +345,7 @@ class WorkerGroup:
         return gather([(self.failure, doing, refs)], deadline, self._while_waiting)[0]
 
 
-Groups = Mapping[str, WorkerGroup]
-"""Worker groups by role."""
+Groups = Mapping[str, WorkerGroup]  # worker groups by role
 
 
 def call_together(

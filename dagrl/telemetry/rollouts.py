@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-STEP, OTHER = "step", "other"
-"""First words of the files' names."""
+STEP, OTHER = "step", "other"  # first words of the files' names
 
 COMPRESSION = "zstd"
 

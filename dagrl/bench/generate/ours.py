@@ -16,8 +16,7 @@ from dagrl.bench.harness import answer
 from dagrl.bench.workloads import RolloutCase, grpo_config
 from dagrl.runtime.store import reserve_port
 
-QUANTUM = 32
-"""Engine steps of a quantum."""
+QUANTUM = 32  # engine steps of a quantum
 
 
 def quantum(prompts: list[list[int]], first: int, completion: int) -> Batch:

@@ -28,11 +28,8 @@ from dagrl.bench.report import commit, count, hardware, output_of, versions
 from dagrl.errors import RunError
 from dagrl.machine import gpus
 
-LIMIT_S = 560
-"""Per job: it fits into ten minutes with the start of `run_all` and the end of processes that the job leaves."""
-
-END_S = 60
-"""Part of a job's limit for the work after a benchmark's deadline: stop workers, write, print."""
+LIMIT_S = 560  # per job: it fits into ten minutes with the start of `run_all` and the end of processes that the job leaves
+END_S = 60  # part of a job's limit for the work after a benchmark's deadline: stop workers, write, print
 
 
 @dataclass(frozen=True)

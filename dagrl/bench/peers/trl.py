@@ -23,11 +23,8 @@ from dagrl.rl.rollout.episodes import forced_lengths, request_seeds
 from dagrl.runtime.store import reserve_port
 from dagrl.workers.vllm.launch import import_vllm
 
-ROWS = 512
-"""Rows of SFT's data set, which the trainer repeats."""
-
-RECOMPUTED = 16384
-"""Tokens of a microbatch from which on layers are computed again, as what they keep does not fit."""
+ROWS = 512  # rows of SFT's data set, which the trainer repeats
+RECOMPUTED = 16384  # tokens of a microbatch from which on layers are computed again, as what they keep does not fit
 
 
 def work(steps: int, model: str, **order: Any) -> list[float]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dagrl.refit.kernels.quantize_kernel import BlockTable
 
 
-Quantized = tuple["Tensor", "Tensor", "Tensor"]
-"""A weight, the target of its FP8, and the target of its scales."""
+Quantized = tuple["Tensor", "Tensor", "Tensor"]  # a weight, the target of its FP8, and the target of its scales
 
 
 class BatchedCopy:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_RUNS = 4096
-"""Pairs of views that need more table entries than this are copied by torch."""
+MOST_RUNS = 4096  # pairs of views that need more table entries than this are copied by torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ WORD = 8  # bytes
 MOST_UNITS = 1 << 30
 """Most units of a table entry, which kernels count in 32 bits."""
 
-SummedView = tuple[int, "Tensor"]
-"""A view of any strides that a checksum covers, and the offset of its bytes in the sum."""
+SummedView = tuple[int, "Tensor"]  # a view of any strides that a checksum covers, and the offset of its bytes in the sum
 
 ChecksumEntry = tuple[int, int, int, int, int, int, int]
 """Address, units per row, units of all rows, row stride in bytes, bytes per unit, offset of the first byte, owner."""

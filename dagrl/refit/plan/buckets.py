@@ -12,11 +12,8 @@ from dagrl.refit.plan.routes import PartGroup, RankPair
 from dagrl.refit.slices import Box, Scales, WeightSlice, is_contiguous_box, tensor_shapes
 from dagrl.refit.transfers import Move, MoveSide, TransferMessage, aligned, box_of_run, boxes_adjoin, split_messages
 
-PlacedParts = Mapping[SourcePart, Sequence[PlacedPart]]
-"""Where a destination writes each part: in one slice, or in several."""
-
-Staged = tuple[int, int]
-"""Bytes that the source packs, and bytes that the destination unpacks."""
+PlacedParts = Mapping[SourcePart, Sequence[PlacedPart]]  # where a destination writes each part: in one slice, or in several
+Staged = tuple[int, int]  # bytes that the source packs, and bytes that the destination unpacks
 
 
 @dataclass(frozen=True)

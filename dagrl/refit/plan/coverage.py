@@ -10,8 +10,7 @@ from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import BLOCK
 from dagrl.refit.slices import STACKED, Box, WeightSlice, expand, intersect, stacked_name, volume
 
-SlicesOfRanks = list[tuple[Sequence[WeightSlice], tuple[int, ...]]]
-"""Distinct slice lists, each with the ranks that have it."""
+SlicesOfRanks = list[tuple[Sequence[WeightSlice], tuple[int, ...]]]  # distinct slice lists, each with the ranks that have it
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +21,7 @@ class Replicas:
     slices: Mapping[int, WeightSlice]
 
 
-SourceIndex = Mapping[str, Mapping[Box, Replicas]]
-"""Parameter name -> box -> the ranks that hold it."""
+SourceIndex = Mapping[str, Mapping[Box, Replicas]]  # parameter name -> box -> the ranks that hold it
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dagrl.refit.plan.routes import RankPair
 
-BucketPosition = tuple[int, int, int]
-"""(sender, receiver, position among the buckets of the pair)"""
-OrderedBucket = tuple[int, int, int, int]
-"""(round, sender, receiver, position within the pair)"""
+BucketPosition = tuple[int, int, int]  # (sender, receiver, position among the buckets of the pair)
+OrderedBucket = tuple[int, int, int, int]  # (round, sender, receiver, position within the pair)
 
 IN_HOST, BETWEEN_HOSTS = 450e9, 50e9
 """Bytes per second of one rank, per direction: an H200's NVLink in a host and NDR between hosts."""

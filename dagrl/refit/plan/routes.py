@@ -13,8 +13,7 @@ from dagrl.refit.plan.coverage import SourcePart
 
 LEAST_SHARE = 1024
 
-RankPair = tuple[int, int]
-"""(sender, receiver), as channel ranks"""
+RankPair = tuple[int, int]  # (sender, receiver), as channel ranks
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,8 +13,7 @@ from dagrl.rl.agents.conversations import Answer, Context, Conversations, Episod
 from dagrl.rl.agents.protocol import ChatBody, EndpointError
 from dagrl.rl.generation import FinishedRequest, RequestOptions
 
-Result = FinishedRequest | EndpointError
-"""The tokens that answer a request, or why there are none."""
+Result = FinishedRequest | EndpointError  # the tokens that answer a request, or why there are none
 
 
 @dataclass(frozen=True)

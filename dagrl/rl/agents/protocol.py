@@ -17,8 +17,7 @@ from dagrl.data.messages import content_of, with_parsed_arguments
 from dagrl.errors import DagrlError
 from dagrl.rl.media import MEDIUM
 
-MODEL = "policy"
-"""The name of the model."""
+MODEL = "policy"  # the name of the model
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,),
@@ -32,8 +31,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 """Parameters that are accepted with these values only."""
 
-MAX_STOP_BYTES = 256
-"""Maximum size of a request's stop strings."""
+MAX_STOP_BYTES = 256  # maximum size of a request's stop strings
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 

@@ -40,8 +40,7 @@ KEEP_ALIVE_S = 3600
 """Seconds that idle connections stay open: a client that reuses one while it is closed would see an error."""
 
 
-Calls = Sequence[tuple[str, Call]]
-"""Tool calls, each with its id."""
+Calls = Sequence[tuple[str, Call]]  # tool calls, each with its id
 
 
 class Inbox:

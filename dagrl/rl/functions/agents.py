@@ -11,8 +11,7 @@ from typing import Any
 from dagrl.rl.functions.answers import Failed, described, is_coroutine, without_exit
 from dagrl.runtime.deadline import Deadline
 
-THREADS = 256
-"""Plain agents that run at once in a process."""
+THREADS = 256  # plain agents that run at once in a process
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ _OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<")
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in ')
 
-_PACKAGES = ("site-packages", "dist-packages")
-"""Directories of installed packages, in any environment."""
+_PACKAGES = ("site-packages", "dist-packages")  # directories of installed packages, in any environment
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ def without_exit() -> Iterator[None]:
         raise RuntimeError(f"it called sys.exit({error.code!r})").with_traceback(error.__traceback__) from None
 
 
-Answers = list[Any]
-"""One answer per row, `Failed` where there is none."""
+Answers = list[Any]  # one answer per row, `Failed` where there is none
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:

@@ -50,8 +50,7 @@ Item = TypeVar("Item")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-TRACE_AT = 0.9
-"""Fraction of the deadline after which a traceback is written."""
+TRACE_AT = 0.9  # fraction of the deadline after which a traceback is written
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-THREADS = 256
-"""Plain methods that run at once in a process."""
+THREADS = 256  # plain methods that run at once in a process
 
 
 @dataclass(frozen=True)

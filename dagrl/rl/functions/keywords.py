@@ -12,8 +12,7 @@ from typing import Any
 
 from dagrl.rl.functions.answers import is_coroutine
 
-TEXTS = 3
-"""Positional arguments: the prompt, the completion and the reference."""
+TEXTS = 3  # positional arguments: the prompt, the completion and the reference
 
 
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:

@@ -28,22 +28,17 @@ from dagrl.runtime.deadline import Deadline
 
 Item = TypeVar("Item")
 
-Arguments = Literal["named", "episodes", "agents"]
-"""How a function is called; see `dagrl.rl.functions.child`."""
+Arguments = Literal["named", "episodes", "agents"]  # how a function is called; see `dagrl.rl.functions.child`
 
 ENDED = "the process that runs it ended"
 
-GRACE_S = 1.0
-"""Seconds after the deadline in which a process reports which coroutines missed it."""
-
-START_TRIES = 3
-"""Processes in a row that may end while they import the function."""
+GRACE_S = 1.0  # seconds after the deadline in which a process reports which coroutines missed it
+START_TRIES = 3  # processes in a row that may end while they import the function
 
 BYTES = struct.Struct("!Q")
 """The size before each message of the process. Messages to the process are pickles, one after the other."""
 
-TRACE_BYTES = 1 << 16
-"""Most of a traceback that is read."""
+TRACE_BYTES = 1 << 16  # most of a traceback that is read
 
 _READ_BYTES = 1 << 20
 

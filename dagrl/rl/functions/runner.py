@@ -21,11 +21,8 @@ from dagrl.runtime.deadline import MISSED, Deadline
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 4
-"""Processes of a slow plain function of single rows, if `num_workers` does not say."""
-
-SLOW_S = 1.0
-"""A row that waits this long for a process gets a further one."""
+MOST_PROCESSES = 4  # processes of a slow plain function of single rows, if `num_workers` does not say
+SLOW_S = 1.0  # a row that waits this long for a process gets a further one
 
 
 def check_concurrency(function: Callable[..., Any], key: str, batched: bool, concurrency: int | None) -> None:

@@ -16,11 +16,8 @@ from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
 from dagrl.rl.routed_experts import NOTHING, ROUTED_EXPERTS, field_of
 from dagrl.runtime.shapes import Batch
 
-Key = tuple[int, int]
-"""A sample: the number of its group, and its place in the group."""
-
-NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
-"""A row without tokens."""
+Key = tuple[int, int]  # a sample: the number of its group, and its place in the group
+NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)  # a row without tokens
 
 
 def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: bool = False) -> Batch:

@@ -179,11 +179,8 @@ class RolloutGroup:
         return next(place for place, item in enumerate(self.episodes) if item is episode)
 
 
-Turn = tuple[RolloutGroup, Episode]
-"""A sequence whose turn is generated next, runs or has ended."""
-
-ABORTED = "aborted"
-"""The finish reason of sequences that were dropped."""
+Turn = tuple[RolloutGroup, Episode]  # a sequence whose turn is generated next, runs or has ended
+ABORTED = "aborted"  # the finish reason of sequences that were dropped
 
 
 def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequence[int], cohort: int = 0) -> RolloutGroup:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 LogprobColumns = Mapping[str, Mapping[int, Array]]
 """Log-probabilities of the train workers, by name and row id: float32 [tokens] of the whole row."""
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""The text of a token that is a part of a character."""
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # the text of a token that is a part of a character
 
 LOGPROBS = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
 

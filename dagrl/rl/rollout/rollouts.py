@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-IN_FLIGHT = 2
-"""Quanta in flight: engines run the second while the driver reads the first."""
+IN_FLIGHT = 2  # quanta in flight: engines run the second while the driver reads the first
 
 LOOKAHEAD = 1.25
 """Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is refilled in it."""
@@ -46,8 +45,7 @@ LOOKAHEAD = 1.25
 LEAST_S = 0.06
 """The least seconds of a quantum, if the bounds allow: an engine then has work while the driver is busy elsewhere."""
 
-AIM = 0.75
-"""The share of `overhead_share` that quanta are sized for: overheads vary, and short quanta have theirs too."""
+AIM = 0.75  # the share of `overhead_share` that quanta are sized for: overheads vary, and short quanta have theirs too
 
 
 class Rollouts:

@@ -29,8 +29,7 @@ from dagrl.telemetry.metrics import ENVIRONMENT_FAILURES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TRAIN, VALIDATION = "train", "validation"
-"""Splits of the data."""
+TRAIN, VALIDATION = "train", "validation"  # splits of the data
 
 ZERO_VARIANCE, FAILED = "zero_variance", "failed"
 """Why dynamic sampling drops a group: all rewards are equal, or fewer than two samples are valid."""

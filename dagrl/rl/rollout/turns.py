@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 SEEDED = 1 << 32
 """Streams of the seeds that clients ask for. Other requests count from 0."""
 
-SHOWN = 80
-"""Characters of a conversation's start that a warning shows, in addition to the prompt's."""
+SHOWN = 80  # characters of a conversation's start that a warning shows, in addition to the prompt's
 
 
 class Turns(Protocol):

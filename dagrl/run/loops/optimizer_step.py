@@ -16,8 +16,7 @@ from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS, StepMetrics, merge
 
 logger = logging.getLogger(__name__)
 
-ShardRows = Sequence[npt.NDArray[np.intp]]
-"""The rows of each shard."""
+ShardRows = Sequence[npt.NDArray[np.intp]]  # the rows of each shard
 
 
 def replay_batch(

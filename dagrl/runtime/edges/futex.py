@@ -34,9 +34,7 @@ LOST_CORE_S = 1e-3 if _LARGE else math.inf
 GIVE_WAY_S = (20e-3, 2.0)
 """Seconds that it then sleeps instead of spinning: the first time, and at most if it loses the core repeatedly."""
 
-let_others_run = ctypes.CDLL(None).sched_yield
-"""Yields the core to another process, or another thread of this one."""
-
+let_others_run = ctypes.CDLL(None).sched_yield  # yields the core to another process, or another thread of this one
 _LOOK_S = 0.5  # longest sleep before the next look at the closed flag
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}

@@ -99,20 +99,14 @@ def _batch_from_wire(content: Any) -> Batch:
     return Batch({name: np.ndarray(shape, dtype, data) for name, dtype, shape, data in fields}, scalars)
 
 
-PacketBody = tuple[object, float, tuple[WorkerFailure, ...]]
-"""A packet without its header: value, `busy_s`, failures."""
-
-ENVELOPE_BYTES = 4096
-"""Room for a packet's header and the serializer's framing."""
-
-FAILURE_CHARACTERS = 16_000
-"""Tracebacks are cut to this many characters."""
+PacketBody = tuple[object, float, tuple[WorkerFailure, ...]]  # a packet without its header: value, `busy_s`, failures
+ENVELOPE_BYTES = 4096  # room for a packet's header and the serializer's framing
+FAILURE_CHARACTERS = 16_000  # tracebacks are cut to this many characters
 
 IN_BAND_BYTES = 4096
 """Batches with smaller arrays are sent in one piece. A separate buffer costs more than copying this many bytes."""
 
-PLAIN_KINDS = frozenset("biufcSU")
-"""Kinds of numpy dtypes whose arrays have the size of their elements."""
+PLAIN_KINDS = frozenset("biufcSU")  # kinds of numpy dtypes whose arrays have the size of their elements
 
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray, np.ndarray, Batch, Encoded, Shares})
 """Types of values that hold no tensors and no objects that need reducers of our own."""

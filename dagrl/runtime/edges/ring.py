@@ -39,8 +39,7 @@ from dagrl.runtime.edges.pickling import load
 IN_PLACE_BYTES = 32 << 10
 """Messages with larger buffers are read in place. Copying less than this is cheaper than tracking it."""
 
-KEPT = 2
-"""Messages that one reader may hold in place."""
+KEPT = 2  # messages that one reader may hold in place
 
 PARALLEL_BYTES = 4 << 20
 """Larger parts are copied by several threads. One core copies 10 to 15 GB/s; the memory allows more."""

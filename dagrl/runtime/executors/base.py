@@ -22,14 +22,9 @@ from dagrl.runtime.passes import RELAY
 
 logger = logging.getLogger(__name__)
 
-Actors = Mapping[str, Sequence[ActorHandle]]
-"""Actors of each role, in the order of the graph's worker positions."""
-
-Nodes = Mapping[str, Sequence[str]]
-"""The Ray nodes of these actors."""
-
-PATIENCE = 0.8
-"""Share of a teardown's time after which actors with running loops are killed."""
+Actors = Mapping[str, Sequence[ActorHandle]]  # actors of each role, in the order of the graph's worker positions
+Nodes = Mapping[str, Sequence[str]]  # the Ray nodes of these actors
+PATIENCE = 0.8  # share of a teardown's time after which actors with running loops are killed
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,7 @@ class Executable(Protocol):
         """Stops the graph's loops within `timeout_s`; kills workers that do not stop in time."""
 
 
-Executor = Callable[[PhaseGraph, Actors, Nodes, GraphLimits], Executable]
-"""Makes an executable of a graph on these actors."""
+Executor = Callable[[PhaseGraph, Actors, Nodes, GraphLimits], Executable]  # makes an executable of a graph on these actors
 
 
 def kill_running(actors: Sequence[ActorHandle], phase: str, limits: GraphLimits, seconds: float) -> None:

@@ -31,17 +31,10 @@ from dagrl.runtime.executors.loop import LoopNode, end_loop, loop_runs, prepare_
 from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
 from dagrl.runtime.passes import Hosts
 
-DEATH_S = 10.0
-"""Deadline for Ray to say which worker died, after edges were closed."""
-
-ASK_S = 0.25
-"""Interval at which a waiting driver asks the workers whether they live: a death closes no edge."""
-
-ANSWER_S = 0.01
-"""Longest wait for the answer before it looks at the results again."""
-
-END_POLL_S = 0.005
-"""Interval at which loops that were told to end are asked whether they have."""
+DEATH_S = 10.0  # deadline for Ray to say which worker died, after edges were closed
+ASK_S = 0.25  # interval at which a waiting driver asks the workers whether they live: a death closes no edge
+ANSWER_S = 0.01  # longest wait for the answer before it looks at the results again
+END_POLL_S = 0.005  # interval at which loops that were told to end are asked whether they have
 
 
 class Submitted(NamedTuple):

@@ -17,8 +17,7 @@ from dagrl.runtime.executors.node import NodeCall, run_node
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.passes import Gathering
 
-INLINE_BYTES = 16 << 10
-"""Inputs up to this size are sent with each call: a `ray.put` and a get on every worker take longer."""
+INLINE_BYTES = 16 << 10  # inputs up to this size are sent with each call: a `ray.put` and a get on every worker take longer
 
 
 class Sender:

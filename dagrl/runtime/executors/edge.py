@@ -24,8 +24,7 @@ from dagrl.runtime.edges.packet import PLAIN_TYPES, Packet, wire_body
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring, RingAddress
 
-Reader = int
-"""A reader: the number of its actor in the graph, or `DRIVER`."""
+Reader = int  # a reader: the number of its actor in the graph, or `DRIVER`
 
 DRIVER: Reader = -1
 

@@ -34,8 +34,7 @@ from dagrl.runtime.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)
 
-TRACE_CAPACITY = 65_536
-"""Node runs kept on a worker until the driver drains them; older ones are dropped."""
+TRACE_CAPACITY = 65_536  # node runs kept on a worker until the driver drains them; older ones are dropped
 
 
 class ResultTooLargeError(RunError):

@@ -41,8 +41,7 @@ from dagrl.runtime.graph import PhaseGraph
 
 logger = logging.getLogger(__name__)
 
-LATE_S = 5.0
-"""Longest wait of the reading thread after the replay's deadline, which the scheduler enforces."""
+LATE_S = 5.0  # longest wait of the reading thread after the replay's deadline, which the scheduler enforces
 
 IDLE_S = 5.0
 """Ray's loop wakes at least this often while it waits for input, to look for errors of others; ours travel as values."""

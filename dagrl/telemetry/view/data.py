@@ -19,16 +19,14 @@ from dagrl.telemetry.rollouts import OTHER, STEP, read_rollouts, rollout_files
 
 Summary = dict[str, Any]
 
-SNIPPET = 200
-"""Characters of a prompt or completion in the table of samples."""
+SNIPPET = 200  # characters of a prompt or completion in the table of samples
 
 MEDIUM = re.compile("[0-9a-f]{16}")
 
 PLACEHOLDERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])(?:\s?\1){7,}")
 """The tokens of an image in a text: hundreds of equal ones."""
 
-WORST = 20
-"""Samples of a step that may be among the outliers of the run."""
+WORST = 20  # samples of a step that may be among the outliers of the run
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {"sft": ("sft",), "dpo": ("preference",), "reward_model": ("preference",)}
 """The sections with the numbers of steps, by algorithm; the others have an optional stage `sft` before `grpo`."""

@@ -23,8 +23,7 @@ from dagrl.workers.train.hf_load import check_shared
 
 logger = logging.getLogger(__name__)
 
-TRANSFORMERS = "5.19"
-"""The first version whose parallel plans FSDP workers apply."""
+TRANSFORMERS = "5.19"  # the first version whose parallel plans FSDP workers apply
 
 SEPARABLE = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which sequences of a packed row do not see each other."""

@@ -28,8 +28,7 @@ from dagrl.workers.fsdp.architecture import layer_configs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ATTRIBUTE = "_dagrl_context"
-"""Attribute of each module of a model that is split."""
+_ATTRIBUTE = "_dagrl_context"  # attribute of each module of a model that is split
 
 
 class Context:
@@ -182,8 +181,7 @@ def _homes(net: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted({kind.__module__ for kind in classes} - {AttentionInterface.__module__})]
 
 
-ROW_POSITIONS = "row_positions"
-"""Argument of a model, which hands it through to attention that reads positions."""
+ROW_POSITIONS = "row_positions"  # argument of a model, which hands it through to attention that reads positions
 
 
 class _Exchange(torch.autograd.Function):

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-LEAST_BYTES = 1 << 20
-"""Smaller tensors stay on the GPU."""
+LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
 
 
 @cache

@@ -37,8 +37,7 @@ from dagrl.workers.train.adapters import (
     read_adapters,
 )
 
-NAME = "default"
-"""PEFT's name of the adapter."""
+NAME = "default"  # PEFT's name of the adapter
 
 
 class Adapter(ABC):

@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import ProcessorMixin
 
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments that say which tokens are images: 1, or 0 for text."""
-
-BLANK = (64, 64)
-"""Size of the image that stands for none."""
+TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are images: 1, or 0 for text
+BLANK = (64, 64)  # size of the image that stands for none
 
 
 def make_media_inputs(net: Any, config: Config) -> MediaInputs:

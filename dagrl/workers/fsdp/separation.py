@@ -23,8 +23,7 @@ from dagrl.workers.fsdp.model import HiddenStates, reshard
 from dagrl.workers.fsdp.output import base_of
 from dagrl.workers.train.microbatches import Segments, make_segments
 
-LENGTHS = 9, 7
-"""Tokens of the two sequences that are tried."""
+LENGTHS = 9, 7  # tokens of the two sequences that are tried
 
 
 class _ReachedAttentionError(Exception):

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from dagrl.workers.megatron.attention import LayerInputs
 
-NORM_EPS = 1e-6
-"""Of the norms of compressed queries, keys and values: transformers has no key for it."""
+NORM_EPS = 1e-6  # of the norms of compressed queries, keys and values: transformers has no key for it
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]

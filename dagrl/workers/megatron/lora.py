@@ -32,17 +32,13 @@ from dagrl.refit.slices import WeightSlice, expand
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
 from dagrl.workers.train.adapters import AdapterShapes, adapter_names, first_factors, is_target
 
-PARTS = "AB"
-"""Names of the parts of an adapter in modules and checkpoints."""
+PARTS = "AB"  # names of the parts of an adapter in modules and checkpoints
 
 _LAYER = re.compile(r"((?:vp\d+\.)?decoder\.layers\.\d+)\.(.+)\.weight")
 
 
-Adapter = tuple[torch.nn.Parameter, torch.nn.Parameter]
-"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter."""
-
-Factors = tuple[Tensor, Tensor]
-"""All B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]."""
+Adapter = tuple[torch.nn.Parameter, torch.nn.Parameter]  # A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter
+Factors = tuple[Tensor, Tensor]  # all B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]
 
 
 @dataclass(frozen=True)

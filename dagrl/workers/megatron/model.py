@@ -39,11 +39,8 @@ from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
 from dagrl.workers.megatron.versions import do_without_engine, use_expert_parts
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, add_product
 
-ADAPTERS = "adapters"
-"""Name of the module with a layer's LoRA adapters."""
-
-EXPERT_BIAS = "router.expert_bias"
-"""How the name of a router's bias ends."""
+ADAPTERS = "adapters"  # name of the module with a layer's LoRA adapters
+EXPERT_BIAS = "router.expert_bias"  # how the name of a router's bias ends
 
 Named = TypeVar("Named", bound=Tensor)
 

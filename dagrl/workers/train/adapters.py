@@ -24,8 +24,7 @@ from dagrl.workers.train.hf_load import opened
 if TYPE_CHECKING:
     from torch import Tensor
 
-AdapterShapes = Mapping[str, tuple[int, ...]]
-"""Full shape of each parameter of the base model."""
+AdapterShapes = Mapping[str, tuple[int, ...]]  # full shape of each parameter of the base model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "policy.peft"

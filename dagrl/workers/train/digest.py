@@ -7,8 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-SKETCH = 8
-"""Numbers of a sketch."""
+SKETCH = 8  # numbers of a sketch
 
 
 def digest(tensor: Tensor) -> list[float]:

@@ -36,8 +36,7 @@ def read_hf_config(directory: str | Path) -> dict[str, Json]:
     return content
 
 
-ParameterShapes = Mapping[str, tuple[int, ...]]
-"""Full shape of each parameter."""
+ParameterShapes = Mapping[str, tuple[int, ...]]  # full shape of each parameter
 
 
 def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:

@@ -20,8 +20,7 @@ from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, SA
 from dagrl.workers.train.logprobs import TokenHead, masked_columns, scored_logprobs
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
 
-Report = Mapping[str, Mapping[str, Tensor]]
-"""`sums` and `maxima` of a microbatch, on the device."""
+Report = Mapping[str, Mapping[str, Tensor]]  # `sums` and `maxima` of a microbatch, on the device
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ MOST_LEVELS = 64  # of groups within groups that are tried
 
 Indices = npt.NDArray[np.int64]
 
-Bins = list[list[int]]
-"""Microbatches, each a list of ascending sequence indices."""
+Bins = list[list[int]]  # microbatches, each a list of ascending sequence indices
 
 
 @dataclass(frozen=True)
@@ -315,8 +314,7 @@ def _common_tokens(batch: Batch, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.i
     return common
 
 
-Runs = list[tuple[int, int, int]]
-"""Runs of rows: first, end, and the number of tokens that they share."""
+Runs = list[tuple[int, int, int]]  # runs of rows: first, end, and the number of tokens that they share
 
 
 def _best(common: Sequence[int], start: int, stop: int, level: int) -> tuple[int, Runs]:

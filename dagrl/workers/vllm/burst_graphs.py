@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-RELEASES = ("0.26.",)
-"""Releases of vLLM whose model runner these steps are of."""
+RELEASES = ("0.26.",)  # releases of vLLM whose model runner these steps are of
 
 FEWEST_FILTERED = 8
 """Rows from which on vLLM applies top-k and top-p by one kernel; a padded batch of fewer might take another."""

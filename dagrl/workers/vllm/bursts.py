@@ -41,8 +41,7 @@ ONCE: dict[str, Any] = {
 }
 """Fields of a scheduler's output that the first step of a burst carries out for all, with their values in later steps."""
 
-FEW = 1 / 8
-"""New requests are few if they are less than this share of those that run."""
+FEW = 1 / 8  # new requests are few if they are less than this share of those that run
 
 
 class Bursts:

@@ -38,8 +38,7 @@ UNITS = 132 * 8
 FEWEST = 512
 """Programs that keep a GPU busy. More of them would have parts as short as the start of a program takes."""
 
-LONGEST_PART = 2048
-"""Tokens of a part, where sequences may be longer."""
+LONGEST_PART = 2048  # tokens of a part, where sequences may be longer
 
 MOST_PARTS = 32
 _STEP = tl.constexpr(16)  # parts are multiples of this many tokens

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 
-ABSORBED = ("W_UV", "W_UK_T")
-"""Attributes of MLA attention."""
+ABSORBED = ("W_UV", "W_UK_T")  # attributes of MLA attention
 
 RefitHook = Callable[[], object]
 

@@ -42,17 +42,13 @@ if TYPE_CHECKING:
     from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 
 
-SCHEME = "dagrl"
-"""URL scheme of the init methods of `torch.distributed` that `make_rendezvous` returns."""
-
-SOCKET = "ipc://"
-"""URL scheme of a socket file."""
+SCHEME = "dagrl"  # URL scheme of the init methods of `torch.distributed` that `make_rendezvous` returns
+SOCKET = "ipc://"  # URL scheme of a socket file
 
 MOST_CAPTURED = 1024
 """Tokens of the largest step with a CUDA graph. vLLM has 512, which a full engine exceeds in each step with a prompt."""
 
-CAPTURE_STEPS = {8: 64, 16: 128, 32: 256, 64: 512, 128: MOST_CAPTURED}
-"""Distance of captured sizes, and up to where."""
+CAPTURE_STEPS = {8: 64, 16: 128, 32: 256, 64: 512, 128: MOST_CAPTURED}  # distance of captured sizes, and up to where
 
 
 @dataclasses.dataclass(frozen=True)

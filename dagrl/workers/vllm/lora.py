@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from dagrl.refit.recording import Recording  # imports torch
 
-SLOT, ADAPTER = 0, 1
-"""The slot, and vLLM's number of the adapter in it."""
+SLOT, ADAPTER = 0, 1  # the slot, and vLLM's number of the adapter in it
 
 
 def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, Any]:
