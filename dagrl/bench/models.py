@@ -1,6 +1,7 @@
 """Qwen3 and Qwen3-VL models of published shapes with random weights, written like checkpoints.
 
-Sizes come from the published `config.json` files. `with_layers` shortens a model to fit a machine and changes its name.
+Sizes, in `models.yaml`, come from the published `config.json` files. `with_layers` shortens a model to fit a machine and
+changes its name.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import yaml
+
 from dagrl.config import Json
 
 if TYPE_CHECKING:
@@ -21,23 +24,6 @@ CHARACTERS = "0123456789+="
 IMAGE_TOKENIZER = Path(__file__).parents[1] / "examples" / "data" / "shapes"
 IMAGE_PIXELS = {"shortest_edge": 32 * 32, "longest_edge": 1024 * 768}
 """Fewest and most pixels of an image that processors do not scale, and of which engines profile the largest."""
-_QWEN3: dict[str, Json] = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-
-
-def _sizes(*, layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, Json]:
-    sizes: dict[str, Json] = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
-    return {**sizes, "num_attention_heads": heads}
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,7 @@ class ModelShape:
         if self.images:
             vision: dict[str, Json] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
             vision |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-            ropes: dict[str, Json] = {**_VL_ROPES, "mrope_section": [6, 5, 5]}
+            ropes: dict[str, Json] = {**cast("dict[str, Json]", self.text["rope_parameters"]), "mrope_section": [6, 5, 5]}
             small = {
                 "text_config": {**self.text, **small, "rope_parameters": ropes},
                 "vision_config": {**cast("dict[str, Json]", self.config["vision_config"]), **vision},
@@ -78,56 +64,9 @@ class ModelShape:
         return cast("dict[str, Json]", self.config.get("text_config", self.config))
 
 
-_VL_ROPES: dict[str, Json] = {
-    "rope_type": "default",
-    "rope_theta": 5e6,
-    "mrope_section": [24, 20, 20],
-    "mrope_interleaved": True,
-}
-_VL_2B: dict[str, Json] = {
-    "model_type": "qwen3_vl",
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "tie_word_embeddings": True,
-    **{"vision_start_token_id": 4, "vision_end_token_id": 5, "image_token_id": 6, "video_token_id": 7},  # of IMAGE_TOKENIZER
-    "text_config": {
-        **{"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262144},
-        **_sizes(layers=28, hidden=2048, intermediate=6144, heads=16),
-        **{"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True, "rope_parameters": _VL_ROPES},
-    },
-    "vision_config": {
-        **{"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048},
-        **{"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304},
-        **{"deepstack_visual_indexes": [5, 11, 17], "hidden_act": "gelu_pytorch_tanh"},
-    },
-}
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        ModelShape("qwen3-vl-2b", _VL_2B),
-        ModelShape("qwen3-0.6b", {**_QWEN3, **_sizes(layers=28, hidden=1024, intermediate=3072, heads=16)}),
-        ModelShape("qwen3-1.7b", {**_QWEN3, **_sizes(layers=28, hidden=2048, intermediate=6144, heads=16)}),
-        ModelShape("qwen3-4b", {**_QWEN3, **_sizes(layers=36, hidden=2560, intermediate=9728, heads=32)}),
-        ModelShape(
-            "qwen3-8b",
-            {**_QWEN3, **_sizes(layers=36, hidden=4096, intermediate=12288, heads=32), "tie_word_embeddings": False},
-        ),
-        ModelShape(
-            "qwen3-30b-a3b",
-            {
-                **_QWEN3,
-                **_sizes(layers=48, hidden=2048, intermediate=6144, heads=32),
-                "model_type": "qwen3_moe",
-                "architectures": ["Qwen3MoeForCausalLM"],
-                "num_key_value_heads": 4,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                "norm_topk_prob": True,
-                "decoder_sparse_step": 1,
-                "tie_word_embeddings": False,
-            },
-        ),
-    )
+    name: ModelShape(name, config)
+    for name, config in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
 }
 
 

@@ -20,8 +20,8 @@ from dagrl.data.media import IMAGE, Medium, id_of
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus
 
-MODELS = {"0.6b": "qwen3-0.6b", "1.7b": "qwen3-1.7b", "4b": "qwen3-4b", "vl-2b": "qwen3-vl-2b"}
-MICROBATCH = {"0.6b": 16, "1.7b": 8, "4b": 4, "vl-2b": 8}
+MODELS = {"0.6b": "qwen3-0.6b", "1.7b": "qwen3-1.7b", "4b": "qwen3-4b", "vl-2b": "qwen3-vl-2b", "vl-8b": "qwen3-vl-8b"}
+MICROBATCH = {"0.6b": 16, "1.7b": 8, "4b": 4, "vl-2b": 8, "vl-8b": 4}
 """Sequences of a microbatch in GRPO, with which each side fits on a GPU of 141 GB."""
 
 SLOTS = 512

@@ -59,6 +59,7 @@ SHARDED, FSDP = f"{TRAIN}.use_distributed_optimizer=true", "policy.backend=fsdp"
 LONG = ("--sides", "dagrl", "--rows", "1", "--micro", "1", "--rounds", "1", "--steps", "1", "--length")
 _ON_FOUR = (f"tp2dp2 {SHARDED}", f"dp4 {FSDP}", f"dp2tp2 {FSDP}", f"cp4 {FSDP}")
 _ON_EIGHT = (f"dp8ep8 {SHARDED}", f"tp2dp4ep4 {SHARDED}", f"dp8ep8 {FSDP}")
+_FSDP_ON_EIGHT = ("policy.fsdp_cfg.data_parallel_size=8", f"{GENERATION}.data_parallel_size=8")
 BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("overhead", (), 0, 4),
     ("overhead-32", ("--workers", "8,32", "--payloads", "100", "--replay-workers", "32", "--sides", "dagrl"), 0, 36),
@@ -80,6 +81,7 @@ BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("peers-sft", ("--cases", "sft 0.6b 16"), 1, 1),
     ("peers-4b", ("--cases", "grpo 4b 512", "sft 4b 16", "--steps", "2"), 1, 1),
     ("peers-images", ("--cases", "grpo vl-2b 128", "--completion", "128"), 1, 1),
+    ("peers-vl-8b-8", ("--cases", "grpo vl-8b 256", "--peers", "--completion", "128", "--keys", *_FSDP_ON_EIGHT), 8, 1),
     ("generate", (), 1, 1),
     ("generate-fp8", ("--cases", "4b 256", "--sides", "dagrl", "dagrl-fp8"), 1, 1),
 )
