@@ -16,10 +16,7 @@ from dagrl.imports import load_callable
 PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "input")
 RESPONSE_KEYS = ("response", "answer", "solution", "completion", "output")
 
-REWARDS = {
-    "math": "dagrl.rl.rewards:math_answer",
-    "exact": "dagrl.rl.rewards:exact_match",
-}
+REWARDS = {"math": "dagrl.rl.rewards:math_answer", "exact": "dagrl.rl.rewards:exact_match"}
 """Short names of the rewards that come with dagrl."""
 
 QUESTIONS = {

@@ -30,14 +30,7 @@ from dagrl.run.preflight import Inputs, read_data
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-STYLES = {
-    "template": "dim",
-    "data": "",
-    "TRAIN": "green",
-    "TRAIN+": "yellow",
-    "STOP": "bold red",
-    "SAMPLE": "green",
-}
+STYLES = {"template": "dim", "data": "", "TRAIN": "green", "TRAIN+": "yellow", "STOP": "bold red", "SAMPLE": "green"}
 MEANINGS = {
     "template": "written by the chat template or the tokenizer, not in the loss",
     "data": "from the data, not in the loss",

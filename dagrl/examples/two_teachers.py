@@ -26,11 +26,7 @@ def second_logprobs(second: Shard, batch: Input) -> Value:
 class TwoTeachers(Algorithm):
     """The reverse KL of the policy to the mean of both teachers' distributions, at the tokens that the policy sampled."""
 
-    columns = {
-        "prev_logprobs": "logprobs",
-        "first": f"{__name__}:first_logprobs",
-        "second": f"{__name__}:second_logprobs",
-    }
+    columns = {"prev_logprobs": "logprobs", "first": f"{__name__}:first_logprobs", "second": f"{__name__}:second_logprobs"}
 
     def loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The cost of each token, and what to record. All tensors are [b, t]."""

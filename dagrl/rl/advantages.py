@@ -45,10 +45,7 @@ def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.Arr
     table, mask, chosen = checked_rewards(rewards), np.asarray(valid, np.bool_), config.advantage
     if chosen.name == GROUP:
         return group_advantages(
-            table,
-            leave_one_out=config.grpo.use_leave_one_out_baseline,
-            normalize=config.grpo.normalize_rewards,
-            valid=mask,
+            table, leave_one_out=config.grpo.use_leave_one_out_baseline, normalize=config.grpo.normalize_rewards, valid=mask
         )
     if chosen.name == BATCH:
         return batch_advantages(table, mask)
@@ -77,11 +74,7 @@ def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def group_advantages(
-    rewards: npt.ArrayLike,
-    *,
-    leave_one_out: bool,
-    normalize: bool,
-    valid: npt.ArrayLike | None = None,
+    rewards: npt.ArrayLike, *, leave_one_out: bool, normalize: bool, valid: npt.ArrayLike | None = None
 ) -> Floats:
     """Returns the advantage of each generation, its reward minus its group's baseline: `[prompts, generations]` float64.
 

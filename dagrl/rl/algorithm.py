@@ -25,12 +25,7 @@ from dagrl.config import ALGORITHMS, Config
 from dagrl.config.plan import LearnsFrom, RunPlan, load_algorithm
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class, running
-from dagrl.rl.advantages import (
-    Floats,
-    checked_advantages,
-    checked_rewards,
-    configured_advantages,
-)
+from dagrl.rl.advantages import Floats, checked_advantages, checked_rewards, configured_advantages
 
 if TYPE_CHECKING:
     from dagrl.rl.token_losses import TokenBatch, TokenResult

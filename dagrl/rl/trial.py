@@ -148,10 +148,7 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
 
 
 def try_environment(
-    config: Config,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerFast,
-    processor: MediaProcessor | None = None,
+    config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
 ) -> None:
     """Begins the first example of each task, and answers with its reference, or a made-up text, as the policy's turn.
 

@@ -94,12 +94,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        keep_top_k: int | None = None,
-        keep_last_k: int | None = None,
-        higher_is_better: bool = True,
+        self, root: Path, *, keep_top_k: int | None = None, keep_last_k: int | None = None, higher_is_better: bool = True
     ) -> None:
         self.root = root
         self._keep_best, self._keep_last = keep_top_k, keep_last_k

@@ -37,16 +37,7 @@ from dagrl.machine import gpus, host_memory
 from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.memory import (
-    ENGINE_ROOM,
-    Decoder,
-    run_memory,
-    saved_bytes,
-    size_of,
-    state_bytes,
-    train_memory,
-    weight_count,
-)
+from dagrl.run.memory import ENGINE_ROOM, Decoder, run_memory, saved_bytes, size_of, state_bytes, train_memory, weight_count
 from dagrl.run.model import language_keys
 
 if TYPE_CHECKING:

@@ -134,11 +134,7 @@ class ForkServer:
     """
 
     def __init__(
-        self,
-        kinds: Mapping[str, Kind],
-        idle_s: float = 0.0,
-        server: Server | None = None,
-        call_s: float | None = None,
+        self, kinds: Mapping[str, Kind], idle_s: float = 0.0, server: Server | None = None, call_s: float | None = None
     ) -> None:
         every = {**kinds, CALLS: Kind(_import_checks, base_environment())}
         pickled = {role: pickle.dumps((kind.load, sorted(kind.environment.items()))) for role, kind in every.items()}

@@ -33,11 +33,7 @@ class RolloutLog:
     """Reads the train workers' log-probabilities and writes the files, both in a thread. A context manager."""
 
     def __init__(
-        self,
-        files: RolloutFiles,
-        train: WorkerGroup,
-        tokenizer: PreTrainedTokenizerFast,
-        deadline: Deadline,
+        self, files: RolloutFiles, train: WorkerGroup, tokenizer: PreTrainedTokenizerFast, deadline: Deadline
     ) -> None:
         self._files, self._train, self._deadline = files, train, deadline
         self._texts = TokenTexts(tokenizer)

@@ -65,12 +65,7 @@ class Compiled:
 
 
 def compile_phase(
-    executor: Executor,
-    graph: PhaseGraph,
-    groups: Groups,
-    counters: Counters,
-    limits: GraphLimits,
-    without: Collection[int],
+    executor: Executor, graph: PhaseGraph, groups: Groups, counters: Counters, limits: GraphLimits, without: Collection[int]
 ) -> list[Compiled]:
     """Compiles the shards of a phase, except those in `without` or out of service: all graphs, or none and an error."""
     graphs: list[Compiled] = []

@@ -22,17 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import overload
 
 from dagrl.errors import GraphError
-from dagrl.runtime.graph import (
-    SHARED_MEMORY,
-    ArgumentRef,
-    Constant,
-    InputRef,
-    Json,
-    Node,
-    NodeRef,
-    PhaseGraph,
-    WorkerRef,
-)
+from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import InputSpec, field_types
 

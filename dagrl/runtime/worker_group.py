@@ -15,16 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from dagrl import errors
-from dagrl.errors import (
-    DeadlineError,
-    LayoutError,
-    RunError,
-    UserError,
-    WorkerError,
-    WorkerFailure,
-    cause_first,
-    error_text,
-)
+from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.node import (
@@ -383,9 +374,7 @@ def free_address(worker: object) -> str:
 
 
 def gather(
-    calls: Sequence[tuple[Failure, str, Sequence[Any]]],
-    deadline: Deadline,
-    while_waiting: Callable[[], None] | None = None,
+    calls: Sequence[tuple[Failure, str, Sequence[Any]]], deadline: Deadline, while_waiting: Callable[[], None] | None = None
 ) -> list[list[Any]]:
     """Returns the results of calls, one reference for each rank, with their names; None for a rank that was not called.
 

@@ -138,10 +138,7 @@ class WandbTracker:
         self._run.finish()
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-}
+TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 """Trackers by the name of their package, which is that of their key `logger.<name>_enabled`."""
 
 

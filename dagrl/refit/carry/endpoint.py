@@ -174,12 +174,7 @@ class _Endpoint:
     """One rank's end of a refit: its plan, the tensors named there, and the channel; see `RefitSender`."""
 
     def __init__(
-        self,
-        plan: RankPlan,
-        tensors: Mapping[str, torch.Tensor],
-        channel: Channel,
-        *,
-        lends: bool = False,
+        self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel, *, lends: bool = False
     ) -> None:
         if (channel.spec.rank, channel.spec.size) != (plan.rank, plan.size):
             raise RefitPlanError(

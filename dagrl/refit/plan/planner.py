@@ -39,16 +39,7 @@ from dagrl.refit.plan.ordering import BucketPosition, message_s, order_rounds
 from dagrl.refit.plan.routes import PartGroup, Placement, RankPair, choose_routes, group_parts
 from dagrl.refit.plan.summary import RELAYING_BUCKETS, PlanSummary
 from dagrl.refit.slices import Box, WeightSlice, volume
-from dagrl.refit.transfers import (
-    ALIGNMENT,
-    DIRECT_BYTES,
-    ITEM_BYTES,
-    RankPlan,
-    TransferBucket,
-    Verify,
-    aligned,
-    move_bytes,
-)
+from dagrl.refit.transfers import ALIGNMENT, DIRECT_BYTES, ITEM_BYTES, RankPlan, TransferBucket, Verify, aligned, move_bytes
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL uses all its channels only for messages above 128 MB, which are faster."""

@@ -124,12 +124,7 @@ def choose_routes(
 
 class _Chooser:
     def __init__(
-        self,
-        groups: Sequence[PartGroup],
-        ranks_of: Sequence[Sequence[int]],
-        sources: int,
-        limit: int,
-        placement: Placement,
+        self, groups: Sequence[PartGroup], ranks_of: Sequence[Sequence[int]], sources: int, limit: int, placement: Placement
     ) -> None:
         self.routes = Routes()
         self._ranks_of, self._sources, self._placement = ranks_of, sources, placement

@@ -26,11 +26,7 @@ class Renderer:
     """Renders with a tokenizer of its own: fast tokenizers are not safe in several threads."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        parser: str,
-        stops: Iterable[int] = (),
-        media: RolloutMedia | None = None,
+        self, tokenizer: PreTrainedTokenizerFast, parser: str, stops: Iterable[int] = (), media: RolloutMedia | None = None
     ) -> None:
         """`parser` is vLLM's name of the parser of the model's tool calls; `stops` are the tokens that end a turn. With
         `media`, requests may have images."""

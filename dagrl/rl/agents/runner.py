@@ -62,11 +62,7 @@ class AgentRunner:
         own = media and replace(media, processor=copy.deepcopy(media.processor))  # as its tokenizer
         self.renderer = Renderer(copy.deepcopy(tokenizer), environment.tool_parser, generation.stop_token_ids, own)
         self._server = EndpointServer(
-            environment.endpoint.host,
-            environment.endpoint.port,
-            self.renderer,
-            self._limits,
-            self.inbox,
+            environment.endpoint.host, environment.endpoint.port, self.renderer, self._limits, self.inbox
         )
         self._stop = Deadline(config.timeouts.teardown_s, "timeouts.teardown_s")
         self._pool = AgentPool(environment.agent, environment)

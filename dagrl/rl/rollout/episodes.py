@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-TOKEN_FIELDS = {
-    "tokens": np.int64,
-    "logprobs": np.float32,
-    "versions": np.int64,
-    "sampled": np.bool_,
-    "media": np.int64,
-}
+TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_, "media": np.int64}
 """The arrays of an episode [tokens], and their types."""
 
 _NO_TOKENS: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in TOKEN_FIELDS.items()}

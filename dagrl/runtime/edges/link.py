@@ -36,14 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.runtime.edges.futex import Patience, let_others_run
-from dagrl.runtime.edges.memory import (
-    EdgeClosedError,
-    EdgeLostError,
-    EdgeTimeoutError,
-    MessageTooLargeError,
-    aligned,
-    cut,
-)
+from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError, aligned, cut
 from dagrl.runtime.edges.pickling import load
 
 Memory = npt.NDArray[np.uint8]

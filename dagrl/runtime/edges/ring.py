@@ -25,15 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.runtime.edges.futex import Watch, fence, pause_until
-from dagrl.runtime.edges.memory import (
-    LINE,
-    MemoryAddress,
-    MessageTooLargeError,
-    aligned,
-    anonymous_memory,
-    cut,
-    open_memory,
-)
+from dagrl.runtime.edges.memory import LINE, MemoryAddress, MessageTooLargeError, aligned, anonymous_memory, cut, open_memory
 from dagrl.runtime.edges.pickling import load
 
 IN_PLACE_BYTES = 32 << 10

@@ -41,12 +41,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         return {name: getattr(submodules, name) for name in parts}
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        *_: Any,
-        packed_seq_params: LayerInputs,
-        **__: Any,
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *_: Any, packed_seq_params: LayerInputs, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Returns [s, b, hidden size] of `hidden_states`, and no bias."""
         config, inputs = self.config, packed_seq_params

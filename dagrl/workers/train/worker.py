@@ -273,12 +273,7 @@ class TrainWorker:
         seconds = time.perf_counter() - started
         tflop = backend.train_tflop(batch["lengths"]) - backend.train_tflop(microbatches.saved)
         throughput = throughput_metrics(
-            self.config.policy,
-            self.context,
-            self._device,
-            tflop=tflop,
-            tokens=int(batch["lengths"].sum()),
-            seconds=seconds,
+            self.config.policy, self.context, self._device, tflop=tflop, tokens=int(batch["lengths"].sum()), seconds=seconds
         )
         return merge_step_metrics([metrics if self._reports else StepMetrics(), model_metrics, throughput])
 

@@ -38,12 +38,7 @@ from dagrl.workers.vllm import features
 from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request, sampling_params
-from dagrl.workers.vllm.environment import (
-    check_layout,
-    require_generation,
-    show_host_gpus,
-    vllm_environment,
-)
+from dagrl.workers.vllm.environment import check_layout, require_generation, show_host_gpus, vllm_environment
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import (
     break_collectives,
@@ -100,12 +95,7 @@ class VllmWorker:
             routed_layers(hf_config)
 
     @staticmethod
-    def describe(
-        config: Config,
-        hf_config: Mapping[str, Json],
-        layout: ParallelLayout,
-        rank: int,
-    ) -> list[WeightSlice]:
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """Returns what `rank` of `layout` will hold, without a worker; takes some 20 seconds (`described.py`).
 
         Raises ConfigError if refits send adapters alone, whose slots only a running engine has.
