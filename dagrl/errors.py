@@ -19,8 +19,6 @@ DagrlError
 Every message says what was found, what was expected and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """File operations: write files as a whole or not at all, and never overwrite unseen."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import math

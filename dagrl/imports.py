@@ -1,7 +1,5 @@
 """Import paths of the configuration, `module:attribute`, and the optional packages that a run needs."""
 
-from __future__ import annotations
-
 import difflib
 import gc
 import importlib

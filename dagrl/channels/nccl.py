@@ -5,8 +5,6 @@ a stream of the channel. They start after the work queued on the caller's curren
 stream wait for them. Only `synchronize` waits on the host, with the deadline.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 import threading

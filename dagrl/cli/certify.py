@@ -1,7 +1,5 @@
 """`dagrl certify`: records golden runs, and prints the certificate of each."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

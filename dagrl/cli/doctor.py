@@ -1,7 +1,5 @@
 """`dagrl doctor` shows versions, GPUs and shared memory of this machine, and combinations known not to work."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

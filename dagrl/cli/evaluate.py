@@ -1,7 +1,5 @@
 """`dagrl evaluate`: measures one or more models, prints a table, and writes the completions."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """`dagrl examples`: lists the example configurations and programs that come with dagrl, and copies them."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

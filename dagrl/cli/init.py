@@ -1,7 +1,5 @@
 """`dagrl init`: writes a commented configuration from three answers: the model, the data, the reward."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

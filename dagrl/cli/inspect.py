@@ -8,8 +8,6 @@ The report has the phase graphs, their buckets and channels, and the refit plan:
     dagrl inspect examples/grpo_gpu.yaml --time H200                       # the seconds of a step, by phase, predicted
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping

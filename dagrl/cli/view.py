@@ -1,7 +1,5 @@
 """`dagrl view`: serves the page of one run or two until it is interrupted, or writes it to a file."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

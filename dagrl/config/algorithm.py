@@ -1,7 +1,5 @@
 """How the policy learns: the algorithm, the loss, advantages, GRPO and SFT."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, Self

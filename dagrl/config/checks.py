@@ -3,8 +3,6 @@
 A section checks its own keys while it is read (validators of `dagrl.config`). Here is what concerns several of them.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Literal
 

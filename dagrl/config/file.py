@@ -3,8 +3,6 @@
 Every error names the key, its location (file and line, or the command line), what was found and what was expected.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """The section `policy.fsdp_cfg`: parallel layout, recomputation and kernels of FSDP train workers."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt

@@ -1,7 +1,5 @@
 """The section `policy.generation`: sampling, quanta, colocation and the vLLM engines."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator

@@ -1,7 +1,5 @@
 """The section `policy.megatron_cfg`: parallel layout and recomputation of Megatron train workers."""
 
-from __future__ import annotations
-
 from pydantic import NonNegativeFloat, PositiveInt
 
 from dagrl.config.section import Section, derived

@@ -1,7 +1,5 @@
 """Models next to the policy, each on workers of its own: the critic of PPO (`critic`) and frozen ones (`models`)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat

@@ -3,8 +3,6 @@
 Keys and defaults follow NeMo-RL where it has them.
 """
 
-from __future__ import annotations
-
 import datetime
 from typing import Annotated, Literal
 

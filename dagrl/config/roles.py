@@ -4,8 +4,6 @@ A worker reads its model, layout and batches from `policy`. The workers of the c
 configuration in which `policy` has theirs (`role_config`), so one worker class serves all roles.
 """
 
-from __future__ import annotations
-
 from dagrl.config.megatron import MegatronConfig
 from dagrl.config.models import CriticConfig, FrozenModelConfig
 from dagrl.config.policy import OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig

@@ -5,8 +5,6 @@ configuration is saved with the run. Sections are by subject in `policy.py`, `me
 and `task.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The base class of all configuration sections, and value types that several sections share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from types import UnionType

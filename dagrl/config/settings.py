@@ -1,7 +1,5 @@
 """Values that follow from one or two sections of the configuration; `dagrl.config.plan` has what kind of run it is."""
 
-from __future__ import annotations
-
 from dagrl.config import Config, GenerationConfig, PolicyConfig
 from dagrl.config.run import PHASES
 from dagrl.errors import ConfigError

@@ -1,7 +1,5 @@
 """What the policy learns from: data, rewards and environments."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator

@@ -7,8 +7,6 @@ Calls of phases and other calls of the group keep the order in which they are ma
 replay starts when earlier plain calls have ended, and a plain call is sent when earlier replays have ended.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ One slice may describe a range of a layer's experts, which differ only in their 
 dimension. The local tensor's name also has a `*` if the rank holds each expert in its own tensor. `expand` undoes both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 

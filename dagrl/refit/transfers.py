@@ -1,7 +1,5 @@
 """Plain, picklable data of a refit: moves, messages and their layout, buckets, the plan of one rank, and reports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

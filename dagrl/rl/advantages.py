@@ -12,8 +12,6 @@ Continuous Control Using Generalized Advantage Estimation", arXiv:1506.02438, eq
 (InstructGPT), arXiv:2203.02155, for the reward at the last token. verl's `compute_gae_advantage_return` computes the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

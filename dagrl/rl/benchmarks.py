@@ -6,8 +6,6 @@ A set comes from the Hub, or from a file or directory with the columns that it h
 by math-verify, and instructions (`ifeval`) by lm-evaluation-harness.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Mapping

@@ -11,8 +11,6 @@ file size.
 The program never sees a test, and no object of it can say that it equals what a test expects (`coding_sides.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

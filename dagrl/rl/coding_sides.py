@@ -7,8 +7,6 @@ socket FD, and numbers, texts and containers of them come back by value. Tests c
 no pickle that names a class or function, as the program may have written it.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import json

@@ -6,8 +6,6 @@ running requests: a rank that sampled other tokens would run a different batch f
 collective.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

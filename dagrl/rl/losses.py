@@ -24,8 +24,6 @@ Sources of the formulas, cited below by their short names:
   metrics      NeMo-RL, docs/guides/grpo.md#metrics (`token_mult_prob_error`, `probs_ratio`, `sampling_importance_ratio`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -13,8 +13,6 @@ the reason. `args` may name functions of yours instead: `observe` (of an observa
 turn's text: the action).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -3,8 +3,6 @@
 `gain` pairs two models by prompt, which tells smaller differences apart than comparing their intervals does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb, sqrt
 

@@ -8,8 +8,6 @@ own (`dagrl.rl.functions`). A sample for which one raises or hangs counts as fai
 loss, baseline or mean.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

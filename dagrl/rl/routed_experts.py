@@ -9,8 +9,6 @@ In a batch the field `routed_experts` [rows, tokens] has the bytes of a token as
 sent like any other field. The module needs only numpy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks: functions that make the examples of a run. `data.task` names one, `data.task_args` are its arguments."""
 
-from __future__ import annotations
-
 import io
 import random
 

@@ -9,8 +9,6 @@ measured. Every phase gets the recorded inputs, so a token that generation sampl
 each phase has its own verdict.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -19,8 +19,6 @@
 This module handles files only. Workers read and write their own parts.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -5,8 +5,6 @@ at the end of the first step by which every worker has written its part. The nex
 most `timeouts.checkpoint_s`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

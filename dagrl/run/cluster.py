@@ -3,8 +3,6 @@
 Token authentication is Ray's default for local clusters and stays on.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -11,8 +11,6 @@ memory that was free while each phase was warmed up. A train state whose phases 
 leave for the warm-up of generation. Without a GPU vLLM cannot sleep, and nothing moves.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -6,8 +6,6 @@ Training goes from the newest checkpoint before the step through the recorded sa
 runs can be replayed too, and nothing is generated.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

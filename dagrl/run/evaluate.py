@@ -6,8 +6,6 @@
 Only generation workers start. They load `policy.model_name` themselves.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait

@@ -6,8 +6,6 @@ Only train workers start: one, unless overrides say otherwise, as checkpoints ar
 this machine shows one; nothing is computed with the model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ Workers that can be set up again keep their processes, and with them all imports
 step is followed by one with new processes.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

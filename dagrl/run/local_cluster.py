@@ -4,8 +4,6 @@ This is the only file of dagrl that uses such parts. On a Ray that lacks one of 
 everybody.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

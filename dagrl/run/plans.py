@@ -5,8 +5,6 @@ for phase in run_plans(config, plan):
     ...
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

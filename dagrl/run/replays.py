@@ -9,8 +9,6 @@ On shared GPUs (`policy.generation.colocated.enabled`) each replay first exchang
 timing metrics are the overhead of its replays, the share of its time in which each role was idle, and its own overhead.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Another parallel layout is no difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import cast
 

@@ -3,8 +3,6 @@
 The running replay ends, a checkpoint is saved, and the run exits.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -8,8 +8,6 @@ Workers run their replays in this order, so the same inputs submitted again in t
 algorithm, asynchronous ones too, as a tape has the engine steps of each quantum.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -4,8 +4,6 @@ run_with_restarts(train, config)     # attempts, until the run ends or no restar
 train(config)                        # one attempt: a session (`dagrl.run.start`), and in it the algorithm's loop
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Protocol
 

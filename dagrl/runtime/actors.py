@@ -1,7 +1,5 @@
 """Starts the actors of a worker group: their resources and their environment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiles a traced phase into graphs, one for each shard."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack

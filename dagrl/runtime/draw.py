@@ -5,8 +5,6 @@
 All data-parallel shards have the same graph, so one drawing shows them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

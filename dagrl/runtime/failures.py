@@ -1,7 +1,5 @@
 """Reads the outcome of a replay, and turns exceptions, deaths and hangs into one `PhaseError`."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -5,8 +5,6 @@ Ranks follow Megatron-Core's default order `tp-cp-ep-dp-pp`, tensor parallel fas
 maps: dense by (tp, cp, dp), experts by (etp, ep, edp).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dagrl.errors import LayoutError

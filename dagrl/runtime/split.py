@@ -3,8 +3,6 @@
 scheduler.add(train, codec=Codec(lambda value, n: value.chunk(n), torch.cat), input_bytes=256 << 20)
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Sequence

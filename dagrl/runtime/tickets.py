@@ -1,7 +1,5 @@
 """Tickets: the order in which a worker executes replays of all its phases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

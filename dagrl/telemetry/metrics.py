@@ -3,8 +3,6 @@
 Names are those of metrics.jsonl, TensorBoard and the plot, NeMo-RL's where it has them. Metrics of a loss keep their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ record.log(step, stage, {**metrics, **clock.close_step()})     # {"timing_s/gene
 progress.summary(clock.totals, paths)
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

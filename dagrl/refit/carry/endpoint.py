@@ -7,8 +7,6 @@ Two buckets are in flight: while one is sent, the next is packed and the previou
 on the host. Copies run on the current stream and messages on the channel's stream, and events order the two.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

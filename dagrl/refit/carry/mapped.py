@@ -6,8 +6,6 @@ takes 25 ms, in which a GPU could copy 35 GB, so they stay mapped until the send
 to do so, and memory that cannot be mapped, are left to messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

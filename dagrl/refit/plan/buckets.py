@@ -1,7 +1,5 @@
 """Fills buckets: which part groups of a pair of ranks share a bucket, their moves and messages, and what each end stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

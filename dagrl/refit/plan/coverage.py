@@ -1,7 +1,5 @@
 """Coverage: which sources hold each part that a destination wants, and the proof that each element is written once."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

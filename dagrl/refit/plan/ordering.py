@@ -5,8 +5,6 @@ run rounds in the same way, so the simulation predicts the duration of a refit w
 overlaps with messages.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

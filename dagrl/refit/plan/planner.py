@@ -9,8 +9,6 @@ ranks: the sources, then the destinations.
     mine = plan.for_rank(channel_rank)      # picklable; all that one worker needs
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 Routes and the order of buckets (`ordering.py`) decide how fast a refit is.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

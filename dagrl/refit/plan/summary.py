@@ -1,7 +1,5 @@
 """Summarizes a refit plan: bytes per pair and link, balance, staging memory, duration."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

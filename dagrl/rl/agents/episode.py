@@ -1,7 +1,5 @@
 """An agent's episode: its open requests and its conversations, shared by the endpoint's thread and the driver's."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -6,8 +6,6 @@ own: with any `tool_choice` but `none`, the policy decides whether it calls. Ext
 `return_token_ids`, `chat_template_kwargs`, and `policy_versions` in every answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Agents in a child process: functions that talk to the policy through an endpoint, many episodes at once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Answers of a user's function."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sysconfig

@@ -20,8 +20,6 @@ as a client or a semaphore. Tasks that a call leaves behind are cancelled, excep
 between calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import ctypes

@@ -3,8 +3,6 @@
 The first three parameters are the texts. Every further one is filled by its name; `**columns` gets everything there is.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter

@@ -1,7 +1,5 @@
 """Starts a child process that runs a user's function, asks it, kills it at a deadline, and replaces it when it is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

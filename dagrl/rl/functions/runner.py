@@ -4,8 +4,6 @@ with FunctionRunner("my_task:reward", "reward", config.reward, check, arguments=
     future = runner.submit(prompts, completions, references, keywords)  # answered in one of `num_workers` processes
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence

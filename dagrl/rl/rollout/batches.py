@@ -1,7 +1,5 @@
 """Training batches of scored groups: one row per sample, with its advantage on every token that the policy made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ experience.work_until(training)       # goes on while it is trained on, as far a
 experience.refit(version)             # after the step: generation gets its weights
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence

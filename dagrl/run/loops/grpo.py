@@ -12,8 +12,6 @@ Sources: NeMo-RL's asynchronous GRPO (docs/guides/async-grpo.md); PipelineRL (Pi
 updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future

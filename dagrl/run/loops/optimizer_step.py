@@ -1,7 +1,5 @@
 """Replays a training or evaluation phase on a global batch, and joins the metrics of its shards."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `dagrl.rl.preferences` says why a step computes the answers' log-probabilities first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast

@@ -3,8 +3,6 @@
 It is the whole run of an algorithm that learns from demonstrations, and the stage `sft` before others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

@@ -5,8 +5,6 @@ nothing happens. Readers here spin briefly, if messages come often and a core is
 words are shared between processes, so the flag for private futexes is not set.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -15,8 +15,6 @@ encrypted.
 A link that ends although this process did not close it is *lost*: EdgeLostError, which names both ends.
 """
 
-from __future__ import annotations
-
 import hmac
 import math
 import secrets

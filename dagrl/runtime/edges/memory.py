@@ -5,8 +5,6 @@ user open it through `/proc/<pid>/fd` of its owner. It ends with the last proces
 `/dev/shm`.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Two executors run the same graphs with the same results: `compiled` (a static gr
 Compiled Graphs) and `eager` (plain actor calls; the baseline and the fallback).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ may be of any class. Ray's engine runs these calls as they are. dagrl's reads th
 loops of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ compiling: the scheduler rejects larger inputs, the worker larger results. A tea
 that waits; workers whose loops go on are killed at its deadline.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The eager executor: plain actor calls, with large inputs put into the object store once. The baseline and the fallback."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress

@@ -8,8 +8,6 @@ and leave semaphores in `/dev/shm`.
 An edge that is closed ends everything that waits on it, in all of its processes.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A loop ends when an edge is closed and then closes all of its edges, so that no 
 from outside, and raises what ended the loop: a lost link to another host.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ These functions run inside actors through Ray's generic `__ray_call__`, so a wor
 that phases name. A `NodeState` holds what a worker's process remembers between nodes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

@@ -12,8 +12,6 @@ Ray's limits, and what is done about them:
 - `teardown` of a hung graph blocks forever. It gets a deadline, after which the actors are killed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Reads what the page shows of a run from its `metrics.jsonl` and `rollouts/`, also while the run writes them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -12,8 +12,6 @@ GET /api/sample?run=0&step=3&row=7        one sample
 GET /api/medium?run=0&name=HEX            the file of an image of a sample
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import threading

@@ -5,8 +5,6 @@ or latent (DeepSeek-V3). Then an MLP, or experts: Qwen3-MoE, Mixtral, and GLM-4.
 with sigmoid scores and an expert bias).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

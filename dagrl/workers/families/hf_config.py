@@ -1,7 +1,5 @@
 """A model's `config.json`: typed access, transformers' defaults, and the keys that decide what is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

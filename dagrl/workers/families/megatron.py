@@ -7,8 +7,6 @@ each), `models/gpt/gpt_model.py` (a copy of tied embeddings on the last stage). 
 sequence parallelism shard no weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

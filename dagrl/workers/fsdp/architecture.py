@@ -1,7 +1,5 @@
 """Which of transformers' classes a model has. Imports transformers late."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

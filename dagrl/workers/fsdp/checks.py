@@ -1,7 +1,5 @@
 """What can be checked of a model and of a run's settings before workers start. Imports transformers late."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ As transformers' default `grouped_mm`, but the gradient of sorting tokens by exp
 sort again and add up rows. Imported only where torch is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

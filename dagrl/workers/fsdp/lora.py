@@ -6,8 +6,6 @@ stacks in one parameter, have theirs as parameters of the same module (`experts.
 adapters, whole. Imported only where torch is.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

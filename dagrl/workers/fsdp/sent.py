@@ -3,8 +3,6 @@
 Imported only where torch is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Before a run the model's code tells, in workers its outputs. Imported only where torch is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

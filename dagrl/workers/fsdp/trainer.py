@@ -4,8 +4,6 @@ FSDP2 gathers each layer's weights where it runs, and sums gradients over the da
 microbatch is therefore a collective. Imported only where torch is.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

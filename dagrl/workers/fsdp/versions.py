@@ -1,7 +1,5 @@
 """Where the supported releases of transformers differ: until 5.20 a plan has patterns of names, later names themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import DistributedConfig, PreTrainedModel

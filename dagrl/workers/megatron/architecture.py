@@ -3,8 +3,6 @@
 The driver calls `check_layout` before any worker starts. FLOPs are by Megatron's formula (`step_tflop`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 

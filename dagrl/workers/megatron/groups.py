@@ -1,7 +1,5 @@
 """Megatron's process groups: creation and destruction."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dagrl.runtime.layout import ParallelLayout

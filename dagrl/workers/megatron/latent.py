@@ -5,8 +5,6 @@ parallelism leaves the gradient of the rotated keys, which all heads share, as e
 stay. Imported only where Megatron is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ sharded optimizer each writes its own range of the flat parameter, as a few boxe
 layout, with or without a sharded optimizer. Imported only where Megatron is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

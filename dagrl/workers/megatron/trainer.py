@@ -4,8 +4,6 @@ Every result of a microbatch is a share of a sum over the global batch (see `dag
 microbatches, context-parallel and data-parallel workers, never averaged. Imported only where Megatron is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

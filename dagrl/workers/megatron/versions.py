@@ -3,8 +3,6 @@
 Imported only where Megatron is.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 `dagrl.workers.families` has the rules of layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from dagrl.config import Json

@@ -11,8 +11,6 @@ Files are written straight into the directory, which the driver renames once all
 Imported only where torch is.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """The digest of a tensor: its checksum, and numbers that say how much it changed. Imported only where torch is."""
 
-from __future__ import annotations
-
 import zlib
 
 import torch

@@ -4,8 +4,6 @@ A checkpoint loads into the same model at the same precision, in any layout. The
 checksum of the file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ Samples are identified by the field `row_ids` [rows]. The scalar `step` is the s
 columns when a batch of another step arrives, because they were computed with other weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

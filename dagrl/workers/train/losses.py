@@ -3,8 +3,6 @@
 Every number is a share of a sum over the global batch (`dagrl.rl.losses`). Imported only where torch is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ and their own stream, so they overlap with other work. Each storage is freed as 
 the same code moves the bytes to other host memory. Imported only where torch is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 second copy on the GPU. Without a GPU both are a copy in host memory. Imported only where torch is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal

@@ -8,8 +8,6 @@ and N the tokens of the global batch, a layer adds to the loss
 Padding, whose tokens are not `valid`, takes no part.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

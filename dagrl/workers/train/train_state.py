@@ -7,8 +7,6 @@
 Imported only where torch is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The process environment that vLLM needs before it is imported. All of its environment variables are set here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
