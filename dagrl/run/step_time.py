@@ -215,12 +215,17 @@ def _sent_bytes(policy: PolicyConfig, model: Decoder, tokens: float, ways: int, 
 
 
 def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> tuple[dict[str, float], str]:
-    """Returns the seconds in which an engine generates its share of a batch, by part, and this share in words."""
+    """Returns the seconds in which an engine generates its share of a batch, by part, and this share in words.
+
+    With updates in flight an engine works on as many batches at once as the largest age: a batch has their time over this.
+    """
+    asynchronous = config.grpo.async_grpo
+    batches = max(1, asynchronous.max_age_steps) if asynchronous.in_flight_weight_updates else 1
     engine, lengths = generation_config(config).vllm_cfg, rows.completions[:: generation_config(config).vllm_cfg.layout.dp]
     tp, width, active = engine.layout.tp, 4 if generation_dtype(config) == "float32" else 2, active_weights(model)
     prompt = (rows.tokens - sum(rows.completions)) / len(rows.completions)
     rates = PLAIN_ENGINE if config.policy.deterministic else ENGINE
-    running, waiting = list[tuple[float, float]](), list(reversed(lengths))  # the last and the first step of each
+    running, waiting = list[tuple[float, float]](), list(reversed(lengths)) * batches  # the last and the first step of each
     now = decoding = 0.0
     while waiting or running:  # where a sequence ends, another begins
         while waiting and len(running) < engine.max_num_seqs:
@@ -239,8 +244,11 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
             heapq.heappop(running)
     prompts = len(lengths) / config.grpo.num_generations_per_prompt  # whose cache their samples share
     prefill = 2 * active * prompts * prompt / tp / (PRODUCTS * gpu.flops)
-    parts = {"decoding": decoding, "prompts": prefill, "requests": rates.request_s * len(lengths)}
-    return parts, f"{len(lengths)} completions of {sum(lengths) / len(lengths):,.0f} tokens in {now:,.0f} engine steps"
+    parts = {"decoding": decoding / batches, "prompts": prefill, "requests": rates.request_s * len(lengths)}
+    return (
+        parts,
+        f"{len(lengths)} completions of {sum(lengths) / len(lengths):,.0f} tokens in {now / batches:,.0f} engine steps",
+    )
 
 
 def refit_time(config: Config, plan: RunPlan, model: Decoder, gpu: GpuRates, weights: float) -> dict[str, float]:

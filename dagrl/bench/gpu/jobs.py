@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dagrl.bench.harness import ROOT
+from dagrl.bench.step import KNOWN
 
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 TESTS_FOR_TWO = ("channel_nccl", "end_to_end", "faults", "megatron_nccl", "pipeline_nccl", "vllm_tp")
@@ -92,16 +93,14 @@ losses are the truth of the others; 30B-A3B is shortened to the layers that one 
 def _steps(gpus: int) -> list[Job]:
     """Returns whole GRPO steps: half of the GPUs per role, or all for both, and a number of sequences proportional to them.
 
-    `step-8k` has completions of up to 8,192 tokens.
+    `step-8k` has 512 completions of up to 8,192 tokens, and another side with a quarter of the GPUs for training.
     """
-    half = max(gpus // 2, 1)
-    on_all = [f"{key}.data_parallel_size={2 * half}" for key in (TRAIN, GENERATION)]
-    alone = "colocated: policy.generation.colocated.enabled=true policy.reference_weights=host"
-    colocated = " ".join((alone, *on_all))
-    words = ("--config", "dagrl/bench/gpu/step.yaml", "--sides", "sync", colocated, "in flight, age 2")
+    half, quarter = max(gpus // 2, 1), max(gpus // 4, 1)
+    on_all = "policy.generation.colocated.enabled=true policy.reference_weights=host " + _sizes(2 * half, 2 * half)
+    ahead = f"{KNOWN['in flight, age 2']} {_sizes(quarter, max(gpus - quarter, 1))}"
+    words = ("--config", "dagrl/bench/gpu/step.yaml", "--sides", "sync", f"colocated: {on_all}", "in flight, age 2")
     sizes = (
-        f"{TRAIN}.data_parallel_size={half}",
-        f"{GENERATION}.data_parallel_size={half}",
+        *_sizes(half, half).split(),
         f"grpo.num_prompts_per_step={16 * half}",
         f"policy.train_global_batch_size={128 * half}",
         f"data.task_args.count={16 * half}",
@@ -115,7 +114,12 @@ def _steps(gpus: int) -> list[Job]:
         "policy.generation.forced_lengths.median=1024",
         f"{GENERATION}.kv_cache_memory_bytes=51539607552",
     )
-    return [_bench("step", (*sizes, *words, "in flight, age 4"), 2), _bench("step-8k", (*sizes, *long, *words), 4)]
+    fewer = f"in flight, {quarter} of {gpus} GPUs trains: {ahead}"
+    return [_bench("step", (*sizes, *words, "in flight, age 4"), 2), _bench("step-8k", (*sizes, *long, *words, fewer), 4)]
+
+
+def _sizes(train: int, generation: int) -> str:
+    return f"{TRAIN}.data_parallel_size={train} {GENERATION}.data_parallel_size={generation}"
 
 
 ASYNC = (

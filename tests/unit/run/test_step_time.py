@@ -206,6 +206,32 @@ def test_a_run_with_lengths_that_differ_takes_as_long_as_predicted(monkeypatch: 
     check(name, step_seconds(config, times), result["step"]["after"][0]["median_s"])
 
 
+WIDE = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+FOUR = [f"policy.random_init.hf_config.{name}={size}" for name, size in WIDE.items()]
+FOUR += ["policy.megatron_cfg.tensor_model_parallel_size=2", "policy.generation.vllm_cfg.data_parallel_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys", "age", "file", "row"),
+    [
+        (2, [], 1, "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 2),
+        (2, [], 2, "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 3),
+        (2, [], 4, "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 4),
+        (4, FOUR, 2, "4x-nvidia-h200/2026-11-22/compare-qwen3-4b.json", 3),
+    ],
+)
+def test_updates_in_flight_let_batches_overlap_as_predicted(
+    gpus: int, keys: list[str], age: int, file: str, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    sizes = [f"cluster.num_gpus={gpus}", "grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128"]
+    ahead = f"grpo.async_grpo={{enabled: true, in_flight_weight_updates: true, max_trajectory_age_steps: {age}}}"
+    words = [*sizes, "data.task_args.count=16", "policy.deterministic=true", *keys, ahead]
+    config, times = step_times(load_config("dagrl/bench/gpu/step.yaml", words), "H200")
+    name = f"GRPO, {'4B' if keys else '0.6B'}, 128 x (120 + 1 to 1,024), in flight, age {age}, {gpus} GPUs"
+    check(name, step_seconds(config, times), row_of(file, row)["step_s"])
+
+
 @pytest.mark.parametrize(("case", "rows", "micro", "file", "row"), LAYOUTS)
 def test_layouts_speed_up_tokens_as_predicted(case: str, rows: int, micro: int, file: str, row: int) -> None:
     model = case.partition(":")[0]
