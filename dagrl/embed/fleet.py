@@ -67,15 +67,18 @@ class CallOrder:
             self._replays.append(replay)
         return replay
 
-    def plain(self, send: Callable[[], Result], references: Callable[[Result], Sequence[Any]]) -> Result:
-        """Sends plain calls once earlier replays have ended; later replays wait for the calls' `references`."""
+    def plain(self, send: Callable[[], Result]) -> Result:
+        """Sends plain calls once earlier replays have ended; later replays wait for the object references that `send`
+        returns: one, a list, or the `futures` of an object, such as NeMo-RL's `MultiWorkerFuture`."""
         with self._lock:
             for replay in self._replays:
                 with suppress(PhaseError):  # for its caller
                     replay.result()
             self._replays = []
             sent = send()
-            self._plain += [reference for reference in references(sent) if isinstance(reference, ray.ObjectRef)]
+            returned = getattr(sent, "futures", sent)
+            references = returned if isinstance(returned, list) else [returned]
+            self._plain += [reference for reference in references if isinstance(reference, ray.ObjectRef)]
         return sent
 
 

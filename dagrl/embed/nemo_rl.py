@@ -73,7 +73,7 @@ class AcceleratedGroup:
     def _dispatcher(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def dispatch(method_name: str, *args: Any, **kwargs: Any) -> Any:
             if method_name not in self.fleet:
-                return self.fleet.order.plain(lambda: plain(method_name, *args, **kwargs), _references)
+                return self.fleet.order.plain(lambda: plain(method_name, *args, **kwargs))
             recorders = [_Recorder(worker) for worker in range(len(self.worker_group.workers))]
             stand_in = copy.copy(self.worker_group)
             stand_in._workers = recorders
@@ -152,12 +152,6 @@ def _keeping_values(method: Any) -> Callable[..., Any]:
     function = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
     function.__kwdefaults__ = plain.__kwdefaults__
     return function
-
-
-def _references(returned: Any) -> Sequence[Any]:
-    """Returns the object references of a dispatcher's result: a `MultiWorkerFuture`, a list, or one reference."""
-    references = getattr(returned, "futures", returned)
-    return references if isinstance(references, list) else [references]
 
 
 def _check(worker_group: Any) -> None:

@@ -161,15 +161,9 @@ def _fleet_of(actors: Sequence[Any], deadline_s: float, max_bytes: int) -> Fleet
     return fleet
 
 
-def _references(result: Any) -> list[Any]:
-    """Returns the results of a non-blocking method of verl as a list: object references, or anything else."""
-    items = result if isinstance(result, list) else getattr(result, "futures", None) or [result]
-    return list(items)
-
-
 def _plain(fleet: Fleet, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a method of verl's own, after all replays; later replays wait until it has ended on the workers."""
-    return fleet.order.plain(lambda: function(*args, **kwargs), _references)
+    return fleet.order.plain(lambda: function(*args, **kwargs))
 
 
 def _bound_methods(worker_group: Any) -> dict[str, Any]:

@@ -81,7 +81,11 @@ def try_loss(algorithm: Algorithm) -> None:
     logprobs = _logprobs(generator).requires_grad_()
     with running(name, key):
         denominators = Denominators(ROWS * TOKENS, ROWS)
-        output = batch_loss(algorithm, logprobs, data, denominators, lookup=lambda ids: _others(logprobs, ids))
+
+        def of_others(ids: torch.Tensor) -> torch.Tensor:  # log-probabilities [rows, tokens, k]
+            return logprobs[..., None].expand(*logprobs.shape, ids.shape[-1])
+
+        output = batch_loss(algorithm, logprobs, data, denominators, lookup=of_others)
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
     if not (output.loss.isfinite() and gradient.isfinite().all()):
         raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")
@@ -103,11 +107,6 @@ def _logprobs(generator: torch.Generator) -> torch.Tensor:
     import torch
 
     return -torch.rand(ROWS, TOKENS, generator=generator) - 0.1
-
-
-def _others(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Stands for the log-probabilities of other tokens [rows, tokens, k]."""
-    return logprobs[..., None].expand(*logprobs.shape, ids.shape[-1])
 
 
 def try_advantages(algorithm: Algorithm) -> None:

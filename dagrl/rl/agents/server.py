@@ -195,7 +195,8 @@ class _Reply:
             return self.format.whole(result, text, calls)
         finally:
             gone.cancel()
-            self._leave()
+            if self.episode.give_up(self.turn):
+                self.server.inbox.wake()
 
     async def _recorded(self, result: FinishedRequest) -> tuple[str, Calls]:
         """Records the answer. Returns its text and its tool calls."""
@@ -212,10 +213,6 @@ class _Reply:
         key = message_key({"role": "assistant", "content": text, "tool_calls": functions})
         self.episode.record(self.turn, result, key)
         return text, calls
-
-    def _leave(self) -> None:
-        if self.episode.give_up(self.turn):
-            self.server.inbox.wake()
 
 
 def _checked(result: Result) -> FinishedRequest:
@@ -265,7 +262,11 @@ class ChatFormat:
         """Returns the whole answer. `result` has all tokens, `text` what they say besides `calls`."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
-            message |= {"content": text or None, "tool_calls": [_call(*call) for call in calls]}
+            functions = [
+                {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for identity, call in calls
+            ]
+            message |= {"content": text or None, "tool_calls": functions}
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason}
         prompt, completion = len(self.prompt), len(result.tokens)
         return {
@@ -300,7 +301,3 @@ def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:
     head = {**answer, "object": "chat.completion.chunk"}
     counts = {**head, "choices": [], "usage": head.pop("usage")}
     return [{**head, "choices": [{**choice, "delta": delta}]}, *([counts] if usage else [])]
-
-
-def _call(identity: str, call: Call) -> dict[str, Any]:
-    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -104,7 +104,8 @@ class Router(TopKRouter):  # type: ignore[misc]
         """Returns probabilities and the map of chosen experts [tokens, experts], for hidden states [s, b, hidden size]."""
         config = self.config
         logits = self.gating(hidden).view(-1, config.num_moe_experts)
-        choice = _Choice(self._recorded())
+        experts = None if self.tokens is None else self.tokens.experts  # recorded ones, of all layers
+        choice = _Choice(None if experts is None else experts[:, self.layer_number - 1].long())
         probabilities, chosen = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -124,12 +125,6 @@ class Router(TopKRouter):  # type: ignore[misc]
             if config.moe_aux_loss_coeff:
                 probabilities = MoEAuxLossAutoScaler.apply(probabilities, config.moe_aux_loss_coeff * balance)
         return probabilities, chosen
-
-    def _recorded(self) -> Tensor | None:
-        """Returns the recorded ids [tokens, top k] of this layer."""
-        if self.tokens is None or self.tokens.experts is None:
-            return None
-        return self.tokens.experts[:, self.layer_number - 1].long()
 
     def _balance(self, logits: Tensor, choice: _Choice, counts: StepCounts, valid: Tensor) -> Tensor:
         """Returns this worker's share of the layer's loss, without the coefficient, and counts the microbatch."""

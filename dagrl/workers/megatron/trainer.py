@@ -135,11 +135,11 @@ class Trainer:
 
         Without Transformer Engine or Apex, Megatron's own reads each parameter's norm from the device separately.
         """
-        squares: dict[dist.ProcessGroup, Tensor] = {}
+        squares, device = dict[dist.ProcessGroup, Tensor](), next(self.model.chunks[0].parameters()).device
         self.optimizer.prepare_grads()
         for part in self.optimizers():
             group, norm = part.get_grad_stats_parallel_group(), get_total_norm(gradients_for_norm(part))
-            squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
+            squares[group] = squares.get(group, 0.0) + norm.to(device).square()
         for group, square in squares.items():
             dist.all_reduce(square, group=group)
         return torch.stack(list(squares.values())).sum().sqrt()
@@ -188,11 +188,6 @@ class Trainer:
         if self.optimizer is None:
             return []
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.model.chunks[0].parameters()).device
-        return device
 
     def _states(self) -> Iterator[tuple[Any, dict[str, Tensor]]]:
         for inner in self.inner_optimizers():

@@ -95,12 +95,9 @@ class ModuleWorker:
         self.optimizer.zero_grad()
         return merge_step_metrics([*parts, StepMetrics(shared=step)])
 
-    def _gradients(self) -> list[Tensor]:
-        return [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-
     def gradient_norm(self) -> Tensor:
         """Returns the norm of all gradients, which are the same on all ranks."""
-        return get_total_norm(self._gradients())
+        return get_total_norm([weight.grad for weight in self.model.parameters() if weight.grad is not None])
 
     def clip(self, limit: float, norm: Tensor) -> None:
         clip_grads_with_norm_(self.model.parameters(), limit, norm)

@@ -37,9 +37,8 @@ class EngineMedia:
 
     def __init__(self, engine: LLMEngine, open_image: Callable[[int], Image]) -> None:
         keep_covered_images()
-        self._processor: Any = engine.renderer.get_mm_processor()
-        self._open_image = open_image
-        self._item = MediaCache(self._make_item, item_bytes)
+        processor = engine.renderer.get_mm_processor()
+        self._item = MediaCache(lambda medium: processed_image(processor, name_of(medium), open_image(medium)), item_bytes)
 
     def prepare(self, requests: Iterable[Sequence[int]]) -> None:
         """Makes the tensors of the images of requests, by the media of their tokens, several at once."""
@@ -63,7 +62,3 @@ class EngineMedia:
             {"image": places},
             cache_salt=cache_salt,
         )
-
-    def _make_item(self, medium: int) -> Any:
-        """Returns the model's tensors of an image."""
-        return processed_image(self._processor, name_of(medium), self._open_image(medium))
