@@ -17,12 +17,10 @@ from dagrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-
 PART = ".part"  # suffix of a file that is being written, or was when the process was killed
 
 PRIVATE = 0o750
 """Mode of directories that hold a user's data: samples, weights, configuration. Others cannot read below them."""
-
 
 _READ_BYTES = 1 << 24
 

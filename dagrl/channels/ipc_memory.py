@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from dagrl.channels.spec import ChannelSpec
 
-
 BORROWED, ASKED = 4, 5
 """Columns of the channel's table, in the row of lender and borrower: what is lent is mapped; the lender wants it back."""
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dagrl.config import Json
     from dagrl.data.media import MediaProcessor, Medium
 
-
 Images = tuple["MediaProcessor", Sequence["Medium"]]
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-
 ROWS, TOKENS = 2, 5
 
 logger = logging.getLogger(__name__)

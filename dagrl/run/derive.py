@@ -43,7 +43,6 @@ from dagrl.run.model import language_keys
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 logger = logging.getLogger(__name__)
 
 MEGATRON, FSDP, ENGINE = "policy.megatron_cfg", "policy.fsdp_cfg", "policy.generation.vllm_cfg"

@@ -26,7 +26,6 @@ def _join_group() -> None:
 
 os.register_at_fork(after_in_child=_join_group)  # Ray gives `preexec_fn` to subprocess, which then calls these functions
 
-
 GUARD = "read _; kill -s KILL 0"
 """A shell's program: waits until its standard input ends, as it does with its parent, and kills its process group."""
 

@@ -16,7 +16,6 @@ from dagrl.errors import DeadlineError, RunError, StopRequestedError, WorkerErro
 
 logger = logging.getLogger(__name__)
 
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORK_HANDLERS = ("_acquireLock", "_releaseLock")
 _RETRY_S = 0.05

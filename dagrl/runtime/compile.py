@@ -19,7 +19,6 @@ from dagrl.runtime.worker_group import Groups
 
 Ranks = Mapping[str, Sequence[int]]  # the ranks of each role, in a graph's order
 
-
 Engine = Literal["dagrl", "ray"]  # the engine of compiled graphs: dagrl's loops and edges, or Ray's Compiled Graphs
 
 

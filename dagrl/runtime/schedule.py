@@ -66,7 +66,6 @@ REPORT_S = 1.0  # shortest deadline for workers to say what they run
 REST_POLL_S = 0.02  # interval at which `at_rest` asks workers what they run
 SLOW_S = 1.0  # a first replay that takes longer is not repeated: imports and opening edges alone do not explain its time
 
-
 _schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 """The schedulers of this process. A worker follows the tickets of one, so no two may have graphs on it at once."""
 

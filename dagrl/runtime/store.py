@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 4096  # ranks that may connect at once
 
-
 _reserved: deque[socket.socket] = deque(maxlen=8)
 """The latest reservations of this process. By the time one is dropped, its port is in use or abandoned."""
 

@@ -44,7 +44,6 @@ from dagrl.imports import require_package
 
 Metrics = Mapping[str, float]
 
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,7 +18,6 @@ kernel_tests = [
     ),
 ]
 
-
 rounds_fp8 = pytest.mark.skipif(INTERPRETED, reason="the interpreter of Triton 3.6 loses carries when it rounds to FP8")
 
 

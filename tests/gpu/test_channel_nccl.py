@@ -12,7 +12,6 @@ from tests.channel_suite import ChannelSuite
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 
-
 SLOW_CYCLES = 200_000_000  # GPU cycles: a tenth of a second
 
 

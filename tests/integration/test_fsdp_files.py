@@ -24,7 +24,6 @@ RESUMED = [
     (Case("qwen3_moe", {DP: 2, EP: 2}), [Case("qwen3_moe")]),
 ]
 
-
 pytestmark = pytest.mark.slow
 
 

@@ -295,7 +295,6 @@ ARCHITECTURES = [
     ("OlmoHybridForCausalLM", "dp2", PADDED),  # linear attention
 ]
 
-
 SLOW_ARCHITECTURES = {"HrmTextForCausalLM", "OlmoHybridForCausalLM"}
 """What the table's own command has too, and takes longest."""
 

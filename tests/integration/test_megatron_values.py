@@ -169,7 +169,6 @@ def test_a_teacher_has_weights_alone(pool: MegatronPool) -> None:
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_quickstart.yaml"
 
-
 COMMON = ("sft.max_num_steps=0", "grpo.val_period=0", "grpo.max_val_samples=16", "cluster.num_cpus=2", "cluster.num_gpus=0")
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dagrl.refit.kernels.copy_kernel import CopyTable
     from dagrl.refit.kernels.quantize_kernel import BlockTable
 
-
 Quantized = tuple["Tensor", "Tensor", "Tensor"]  # a weight, the target of its FP8, and the target of its scales
 
 

@@ -36,7 +36,6 @@ from dagrl.runtime.deadline import Deadline
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 logger = logging.getLogger(__name__)
 KEY = "environment.agent"
 

@@ -33,12 +33,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 3600
 """Seconds that idle connections stay open: a client that reuses one while it is closed would see an error."""
-
 
 Calls = Sequence[tuple[str, Call]]  # tool calls, each with its id
 

@@ -22,7 +22,6 @@ from dagrl.runtime.shapes import Batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_, "media": np.int64}
 """The arrays of an episode [tokens], and their types."""
 

@@ -59,7 +59,6 @@ from dagrl.telemetry.metrics import (
 
 Payload = TypeVar("Payload")
 
-
 logger = logging.getLogger(__name__)
 
 VALIDATION_STREAM, EVALUATION_STREAM = 1 << 32, 1 << 33

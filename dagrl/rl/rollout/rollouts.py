@@ -36,7 +36,6 @@ from dagrl.runtime.shapes import Batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 IN_FLIGHT = 2  # quanta in flight: engines run the second while the driver reads the first
 
 LOOKAHEAD = 1.25

@@ -39,7 +39,6 @@ from dagrl.rl.rollout.scoring import environment_failures, rendered_differently
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 logger = logging.getLogger(__name__)
 SEEDED = 1 << 32
 """Streams of the seeds that clients ask for. Other requests count from 0."""

@@ -39,7 +39,6 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 _EVERYONE = 0x7FFF_FFFF
 
-
 T = TypeVar("T")
 
 

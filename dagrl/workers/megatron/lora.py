@@ -36,7 +36,6 @@ PARTS = "AB"  # names of the parts of an adapter in modules and checkpoints
 
 _LAYER = re.compile(r"((?:vp\d+\.)?decoder\.layers\.\d+)\.(.+)\.weight")
 
-
 Adapter = tuple[torch.nn.Parameter, torch.nn.Parameter]  # A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter
 Factors = tuple[Tensor, Tensor]  # all B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]
 

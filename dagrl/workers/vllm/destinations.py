@@ -26,7 +26,6 @@ from dagrl.workers.vllm.quantization import check_form
 if TYPE_CHECKING:
     import torch
 
-
 HEAD = "lm_head.weight"
 
 ABSORBED = ("W_UV", "W_UK_T")  # attributes of MLA attention

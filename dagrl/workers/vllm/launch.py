@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 
-
 SCHEME = "dagrl"  # URL scheme of the init methods of `torch.distributed` that `make_rendezvous` returns
 SOCKET = "ipc://"  # URL scheme of a socket file
 

@@ -83,7 +83,6 @@ def test_it_asks_at_a_terminal(tmp_path: Path) -> None:
 
 HEAVY = {"ray", "torch", "megatron", "vllm", "transformers", "matplotlib", "cupy"}
 
-
 LIGHT = (
     "dagrl.cli.main",
     "dagrl.runtime.phase",

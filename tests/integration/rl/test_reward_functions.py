@@ -296,7 +296,6 @@ def reward(prompt, completion, reference):
     return 1.0
 """
 
-
 STARTS_OTHERS = """
 import subprocess
 def reward(prompt, completion, reference):

@@ -280,7 +280,6 @@ SENT: dict[str, tuple[Family, dict[str, Any]]] = {
     "Idefics3, adapters": (FAMILIES[2], {"peft": {"enabled": True, "dim": 8, "refit": "adapters"}}),
 }
 
-
 SCREENS = {"function": "tests.integration.rl.screens:Screens", "max_turns": 3}
 
 

@@ -26,7 +26,6 @@ from dagrl.run.model import character_tokenizer, write_random_model
 ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/sft_quickstart.yaml"
 
-
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -26,7 +26,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
-
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = RandomInit(hf_config={"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2, **SHAPE})
 

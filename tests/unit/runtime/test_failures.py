@@ -414,7 +414,6 @@ def test_ranks_that_are_not_called_need_nothing_of_ray() -> None:
 
 CALL = NodeCall("train", "train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
 
-
 PACKET = Packet(Header("train_step", 0, False, {"train": 0}, 10.0), None)
 
 

@@ -16,7 +16,6 @@ from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, scored_lo
 
 PADDED, SIZE, HIDDEN = 128, 100, 24  # 28 rows of padding, not to be counted
 
-
 keeping = pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 
 

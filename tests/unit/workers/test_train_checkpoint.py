@@ -188,7 +188,6 @@ SCALED = {**QWEN3, "rope_scaling": {"type": "llama3", **LLAMA3}}
 RESCALED = {**UPGRADED, "rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **LLAMA3}}
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-
 FORMAT = MegatronBackend.checkpoint_format
 
 
