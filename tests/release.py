@@ -5,8 +5,6 @@ Version and change log agree; wheel and sdist pass twine; each is installed in a
 commands that tag the release.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -10,8 +10,6 @@ pyproject.toml allows and the others do. uv makes the environment; five parts of
 UV_TORCH_BACKEND=cpu takes torch's builds without CUDA, which are smaller, from download.pytorch.org.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

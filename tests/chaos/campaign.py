@@ -6,8 +6,6 @@ Picks a scenario and a fault at a time, by the seed. Where it can (root on Linux
 processes, mounts and shared memory, so that what a run leaves behind is seen exactly. Results are written after each fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The wall clock of a run's processes, which can jump (`clock.c`, compiled here). All other clocks stay."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import subprocess

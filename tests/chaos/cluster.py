@@ -1,7 +1,5 @@
 """A Ray cluster over two hosts (`network.Hosts`): a head with the driver, and a raylet; started again if one is gone."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

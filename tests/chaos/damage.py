@@ -1,7 +1,5 @@
 """A checkpoint that is cut or flipped at any byte of any file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A disk of its own for a run's directory: an ext4 file system in a file, which can be full, slow, or refuse writes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import struct

@@ -4,8 +4,6 @@ Each yields what it did, for the record. `lasts_s` is how long the campaign stay
 `CannotError` with the reason and is listed as skipped.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -6,8 +6,6 @@ GRPO quickstarts, synchronous and with updates in flight. In each, a train worke
 at random moments, `--kills` of each. `PYTHONPATH` decides whose dagrl is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

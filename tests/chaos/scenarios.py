@@ -1,7 +1,5 @@
 """The runs that faults are tried on: small jobs on the CPU, each compared with an undisturbed run of its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The user's functions of the scenarios. They misbehave while the file that the environment variable names says how."""
 
-from __future__ import annotations
-
 import os
 import time
 import zlib

@@ -1,7 +1,5 @@
 """The campaign in short: a worker is killed and the run goes on; the next death ends it, as no restart is left."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """One run under faults: started, disturbed again and again, started once more where it stopped, and compared at its end."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

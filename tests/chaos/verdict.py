@@ -1,7 +1,5 @@
 """Whether a disturbed run ended like an undisturbed one: bit for bit where that is promised, else within bounds."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

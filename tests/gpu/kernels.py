@@ -1,7 +1,5 @@
 """Where kernels are tested: on a GPU, or by Triton's interpreter on the CPU (`make test-extras`)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What GPU tests of refits run inside a vLLM process, on its worker; importable there by name."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The channel suite between two processes that share one GPU, over CUDA IPC; needs cupy."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

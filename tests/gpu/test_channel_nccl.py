@@ -1,7 +1,5 @@
 """The channel suite between two GPUs, over NCCL, where a dead peer is noticed only at the deadline, and IPC; needs cupy."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

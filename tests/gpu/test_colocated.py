@@ -1,7 +1,5 @@
 """Train and generation workers in turn on one GPU: engines agree after each exchange, and memory really changes hands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """cuDNN's attention of packed sequences, against plain math in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 .venv/bin/pytest tests/gpu/test_deterministic.py     about 4 minutes on one GPU of compute capability 9.0
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

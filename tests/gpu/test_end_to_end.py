@@ -1,7 +1,5 @@
 """GRPO on two GPUs, one for each role: both executors, sync and async, against Hugging Face. One start serves all tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers killed in an all-reduce, a quantum and a refit: the run goes on, and losses are the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

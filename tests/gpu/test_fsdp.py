@@ -1,7 +1,5 @@
 """FSDP workers on GPUs: float32 and bfloat16 against plain torch, every attention implementation, memory, and NCCL."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

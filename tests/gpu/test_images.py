@@ -1,7 +1,5 @@
 """GRPO with images on one GPU: what the engine's vision tower sees is what training sees, by refitted weights too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """On one GPU: latent attention, sliding windows and YaRN of the Megatron worker, against transformers and plain math."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """On one GPU: grouped experts in BF16 against sequential experts in float32, for a layer and whole steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

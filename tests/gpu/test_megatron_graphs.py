@@ -1,7 +1,5 @@
 """Passes replayed as CUDA graphs, against plain torch and passes without graphs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

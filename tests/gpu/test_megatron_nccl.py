@@ -1,7 +1,5 @@
 """Megatron layouts over NCCL: losses and gradients as on one CPU process, checkpoints, and aborts of hanging collectives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

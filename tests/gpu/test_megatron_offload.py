@@ -1,7 +1,5 @@
 """Train state offloaded and back: memory is freed, values are bit-identical, log-probabilities need less memory."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

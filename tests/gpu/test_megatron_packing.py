@@ -1,7 +1,5 @@
 """On one GPU: attention kernels against plain math, packed against padded BF16 steps, and memory of log-probabilities."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pipeline stages on two GPUs, their edges over NCCL: equal to one process on the CPU, also after a failure."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

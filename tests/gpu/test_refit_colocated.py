@@ -4,8 +4,6 @@ The truth is the checkpoint that the train worker exports: every slice in vLLM's
 torch on the CPU makes of it), and transformers gives the log-probabilities of what vLLM generates.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

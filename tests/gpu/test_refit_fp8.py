@@ -3,8 +3,6 @@
 The truth is an engine that vLLM loads from the same checkpoint in FP8, quantized by vLLM's own `per_block_cast_to_fp8`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Refits on GPUs: copies that the kernel leaves to torch, and refits against slicing while memory moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

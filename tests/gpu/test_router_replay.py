@@ -1,7 +1,5 @@
 """Experts on GPUs: the router's loss, choices that vLLM records under CUDA graphs, both engines with equal experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

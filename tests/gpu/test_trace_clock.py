@@ -1,7 +1,5 @@
 """The trace on a GPU: kernels lie inside the run of the node that launched them, on one clock with torch.profiler."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The reference is transformers in float32 with the adapters merged into the same 
 to 0.03 in the mean, other adapters by more than 0.5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

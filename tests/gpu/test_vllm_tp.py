@@ -4,8 +4,6 @@ Ranks do not exchange tokens. With vLLM's custom all-reduce, ranks drew differen
 The worker disables it, and every quantum compares a digest of the ranks' tokens.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

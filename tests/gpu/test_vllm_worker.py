@@ -4,8 +4,6 @@ The reference is transformers in float32 with the same bfloat16 weights. bfloat1
 stale weight by more than 0.5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

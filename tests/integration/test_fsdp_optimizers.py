@@ -1,7 +1,5 @@
 """8-bit Adam of torchao under FSDP2, against AdamW of torch in one process; `make test-extras` runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

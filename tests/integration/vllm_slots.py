@@ -1,7 +1,5 @@
 """Compares LoRA slots that a refit has filled with what vLLM's own code makes of adapters; for `vllm_loads`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock

@@ -3,8 +3,6 @@
 DAGRL_GEMMA3 names the directory that recipes/gemma3_270m/make.py wrote. Needs 12 GB of memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

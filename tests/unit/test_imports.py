@@ -1,7 +1,5 @@
 """Imports in less time: what is left out of them, and where their bytecode is kept."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

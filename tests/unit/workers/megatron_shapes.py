@@ -7,8 +7,6 @@ ordered or numbered differently names another element. That a single rank's tens
 by tests that compare logits with those of transformers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 

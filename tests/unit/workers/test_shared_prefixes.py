@@ -1,7 +1,5 @@
 """Packed rows that share prefixes in transformers' models: losses and gradients are those of one sequence at a time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
