@@ -23,16 +23,14 @@ from tests.chaos.scenarios import Scenario
 from tests.chaos.task import CONDUCT
 from tests.integration.main_job import SHARED_MEMORY, Run, command_line
 
-HANG_S = 180.0
-"""Longer than all deadlines that come one after the other in a scenario, on a busy machine."""
+HANG_S = 180.0  # longer than all deadlines that come one after the other in a scenario, on a busy machine
 
 GONE_S = 30.0
 START_S = 15.0
 STARTING, DAMAGED = 0.3, 0.5
 """Shares of stops after which the next fault comes during the new start, and after which a checkpoint is damaged first."""
 
-KEPT = ("ray", "torchinductor")
-"""Temporary directories that outlive a run: Ray's logs and sockets, and a cache."""
+KEPT = ("ray", "torchinductor")  # temporary directories that outlive a run: Ray's logs and sockets, and a cache
 
 RESTART = b"restarting from the newest checkpoint"
 RESUME = "checkpointing.resume=true"

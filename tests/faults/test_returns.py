@@ -13,8 +13,7 @@ from tests.integration.main_job import GRPO, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-BACK_S = 60.0
-"""Half of it on two quiet cores."""
+BACK_S = 60.0  # half of it on two quiet cores
 
 SMALL = (
     "sft.max_num_steps=0",

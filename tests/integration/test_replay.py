@@ -106,8 +106,7 @@ def scheduler(request: pytest.FixtureRequest, groups: list[WorkerGroup]) -> Iter
         yield scheduler
 
 
-STARTED: dict[str, int] = {}
-"""Actors that were started to compile, by engine."""
+STARTED: dict[str, int] = {}  # actors that were started to compile, by engine
 
 
 def test_graphs_start_no_process_except_on_rays_engine(scheduler: Scheduler) -> None:

@@ -23,8 +23,7 @@ from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
 from tests.integration.forked import fork_servers
 
-SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Directory of vLLM's socket files."""
+SOCKETS = "VLLM_RPC_BASE_PATH"  # directory of vLLM's socket files
 
 
 class Ranks:

@@ -86,11 +86,8 @@ def is_excerpt(code: str) -> bool:
     )
 
 
-FOLLOWED = ("make_dates.py",)
-"""Files that a page has its reader write."""
-
-INCOMPLETE = ("agents",)
-"""Packages that are locked without all that they import; `make test-extras` has them whole."""
+FOLLOWED = ("make_dates.py",)  # files that a page has its reader write
+INCOMPLETE = ("agents",)  # packages that are locked without all that they import; `make test-extras` has them whole
 
 
 def require_packages(tree: ast.Module) -> None:

@@ -274,8 +274,7 @@ def test_work_of_an_earlier_step_is_counted_once() -> None:
     assert np.mean(idle) == pytest.approx(1 - 23 / 30)
 
 
-Submitted = tuple[str, float, float, float]
-"""A phase, its submission and end, and how long it ran."""
+Submitted = tuple[str, float, float, float]  # a phase, its submission and end, and how long it ran
 
 
 class SimulatedEngine:

@@ -225,8 +225,7 @@ def test_a_result_that_cannot_be_sent_is_a_failure_without_it(value: object, wor
 # Tickets.
 
 
-PLACES = (1, 3, 2, 5, 1, 4) * 4
-"""How many nodes the worker has in the replay of each ticket."""
+PLACES = (1, 3, 2, 5, 1, 4) * 4  # how many nodes the worker has in the replay of each ticket
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -19,8 +19,7 @@ from tests.unit.refit.weight_reference import Config, Weights, filled, hf_weight
 from tests.unit.workers.megatron_models import build_chunks, rank_of, tensors_of
 from tests.unit.workers.test_megatron_architecture import REAL_CASES
 
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Global tensor, offset of a box in it, and the box's extents."""
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # global tensor, offset of a box in it, and the box's extents
 
 
 def boxes_of(model: torch.nn.Module) -> Iterator[ShardedTensor]:

@@ -96,8 +96,7 @@ def test_spans_are_those_of_the_images(before: int, given: list[tuple[int, list[
     assert media_spans(media) == expected
 
 
-Ended = list[tuple[int, list[int]]]
-"""The comparisons of one rank: engine steps, and the requests that ended in them."""
+Ended = list[tuple[int, list[int]]]  # the comparisons of one rank: engine steps, and the requests that ended in them
 
 
 def outcome(rank: int, store: HashStore, ended: Ended, timeout_s: float, found_out: threading.Event) -> str:
