@@ -57,12 +57,15 @@ def _checkpoint(name: str | None) -> list[str]:
 
 
 def table_text(reports: Mapping[str, Report]) -> str:
-    """Returns the metrics as a table, a row for each model and task."""
-    rows = {(model, task): row for model, report in reports.items() for task, row in report.rows.items()}
-    names = list(dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high"))))
-    table = Table(*(["model"] if len(reports) > 1 else []), "task", *names)
-    for (model, task), row in rows.items():
-        table.add_row(*([model] if len(reports) > 1 else []), task, *(_shown(row, name) for name in names))
+    """Returns the metrics as a table: a column for each model, and a line for each metric of a task."""
+    table = Table("task", "metric")
+    for model in reports:
+        table.add_column(model, overflow="fold")
+    for task in next(iter(reports.values())).rows:
+        rows = [report.rows[task] for report in reports.values()]
+        for name in dict.fromkeys(name for row in rows for name in row if not name.endswith(("_low", "_high"))):
+            table.add_row(task, name, *(_shown(row, name) for row in rows))
+        table.add_section()
     text = io.StringIO()
     Console(file=text, width=200).print(table)
     return text.getvalue()
