@@ -18,6 +18,7 @@ from dagrl.cli.main import main
 from dagrl.config.file import load_config
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
+from dagrl.telemetry.rollouts import read_rollouts
 from recipes.gemma3_270m.tasks import PROMPT
 
 MODEL = os.environ.get("DAGRL_GEMMA3", "")
@@ -87,7 +88,7 @@ def logprobs(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
     return chosen
 
 
-def metrics(run: Path) -> dict[int, Mapping[str, Any]]:
+def metrics(run: Path) -> Mapping[int, Mapping[str, Any]]:
     lines: dict[int, dict[str, Any]] = {}
     for line in read_metrics(run / "metrics.jsonl"):
         lines.setdefault(int(line["step"]), {}).update(line)  # type: ignore[arg-type]
@@ -139,6 +140,9 @@ def test_standard_sets_are_measured_before_and_after(chain: Chain) -> None:
             and steps[step]["evaluation/gsm8k_low"] <= share <= steps[step]["evaluation/gsm8k_high"]
         )
     assert "evaluation/gsm8k" not in steps[1]
+    answers = read_rollouts(chain.grpo / "rollouts" / "other_000000.parquet", ["task", "reward"])
+    rewards = [row["reward"] for row in answers if row["task"] == "gsm8k"]
+    assert len(rewards) == 4 and steps[0]["evaluation/gsm8k"] == np.mean(rewards)
 
 
 def test_a_checkpoint_exports_the_final_model(chain: Chain, tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ class Experience:
         """
         first = EVALUATION_STREAM
         scored = self._held_out(self._prompts.evaluation, first, first, may_stop=may_stop)
+        self._untrained += map(Untrained, scored)
         right: dict[str, list[bool]] = {}
         for group in scored:
             right.setdefault(group.samples[0].prompt.task, []).append(bool(group.valid[0] and group.rewards.values[0] >= 1))
