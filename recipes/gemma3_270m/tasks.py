@@ -7,8 +7,6 @@
 | `train.jsonl`, `test.jsonl` | whole questions: `Question: ...\\nAnswer:` and the solution |
 | `short.jsonl` | training questions whose solution has one to three calculations, but for those held out |
 | `held_out.jsonl` | the last 1,000 training questions, as GSM8K has them: to choose between runs |
-| `one_left.jsonl`, `two_left.jsonl` | training questions with their solution up to the last or the last but one result |
-| `test_one_left.jsonl`, `test_two_left.jsonl` | the same of the test questions |
 | `calls.jsonl`, `test_calls.jsonl` | whole questions whose solutions call `recipes/calculator.py` |
 | `gsm8k_test.jsonl` | GSM8K's test set as it is, for `evaluation.sets` |
 
@@ -27,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dagrl.data import Example, Splits
-from recipes.calculator import calculate
 from recipes.from_scratch.gsm8k import CALCULATION, Row, final_answer as final_answer, unfinished, with_calls, write_rows
 
 PROMPT = "Question: {}\nAnswer:"
@@ -38,7 +35,6 @@ THINGS = (
     "seashells shirts stamps stickers stones tickets toys"
 ).split()
 LARGEST = 999
-CLOSE = 0.01  # solutions round to cents
 HELD_OUT = 1000
 SHORT = range(1, 4)  # calculations
 
@@ -156,24 +152,6 @@ def stories(steps: int = 2, count: int = 4000, held_out: int = 256, seed: int = 
     return Splits(examples[held_out:], examples[held_out:], examples[:held_out])
 
 
-def answer_and_calculations(prompts: list[str], completions: list[str], references: list[str]) -> list[dict[str, float]]:
-    """A reward: `final_answer`, and the share of the calculations, `<<4*6=24>>`, whose result is right (`calculations`)."""
-    answers = final_answer(prompts, completions, references)
-    return [{**answer, "calculations": _right(text)} for answer, text in zip(answers, completions, strict=True)]
-
-
-def _right(completion: str) -> float:
-    results = [(calculate(formula), result.strip()) for formula, result in CALCULATION.findall(completion)]
-    return sum(_same(*pair) for pair in results) / len(results) if results else 0.0
-
-
-def _same(value: str, written: str) -> bool:
-    try:
-        return abs(float(value) - float(written)) < CLOSE
-    except ValueError:
-        return False
-
-
 def prepare(data: Path, output: Path) -> None:
     """Writes all files of the module's table into `output`."""
     output.mkdir(parents=True, exist_ok=True)
@@ -185,10 +163,9 @@ def prepare(data: Path, output: Path) -> None:
     write_rows(output / "short.jsonl", (row for problem in short for row in unfinished(problem, None)))
     for source, prefix in (("train", ""), ("test", "test_")):
         problems = [json.loads(line) for line in lines[source]]
-        for left, name in ((None, source), (1, f"{prefix}one_left"), (2, f"{prefix}two_left")):
-            write_rows(output / f"{name}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
         called = map(with_calls, problems)
-        write_rows(output / f"{prefix}calls.jsonl", (row for problem in called for row in unfinished(problem, None)))
+        for name, chosen in ((source, problems), (f"{prefix}calls", called)):
+            write_rows(output / f"{name}.jsonl", (row for problem in chosen for row in unfinished(problem, None)))
 
 
 if __name__ == "__main__":

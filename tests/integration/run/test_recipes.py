@@ -19,8 +19,8 @@ from dagrl.run.model import write_random_model
 from dagrl.run.preflight import Inputs, preflight
 from recipes.from_scratch import gsm8k
 from recipes.from_scratch.gsm8k import write_rows
-from recipes.gemma3_270m.sampled import pairs, reach
-from recipes.gemma3_270m.tasks import prepare
+from recipes.gemma3_270m.sampled import pairs
+from recipes.gemma3_270m.tasks import HELD_OUT, prepare
 from tests.hollow_models import write_hollow_checkpoint, write_hollow_model
 
 pytest.importorskip("megatron.core")
@@ -76,13 +76,12 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True, **sizes}
     write_hollow_checkpoint(directory / "model", config, CHARACTERS)
     problem = {"question": "48 clips, and half of them?", "answer": "48+24 = <<48+24=72>>72\n72/2 = <<72/2=36>>36\n#### 36"}
-    for name in ("train", "test"):
-        (directory / f"{name}.jsonl").write_text((json.dumps(problem) + "\n") * 64)
+    for name, count in (("train", HELD_OUT + 64), ("test", 64)):
+        (directory / f"{name}.jsonl").write_text((json.dumps(problem) + "\n") * count)
     prepare(directory, directory / "data")
     completions = [{"text": f" {answer}", "reward": float(answer == "36")} for answer in ("35", "36")]
-    sampled = [{"prompt": "48/2=", "reference": "#### 36", "completions": completions}] * 64
+    sampled = [{"prompt": "48/2=", "completions": completions}] * 64
     write_rows(directory / "data" / "pairs.jsonl", pairs(sampled))
-    write_rows(directory / "data" / "reach.jsonl", reach(sampled))
     return directory
 
 
@@ -106,6 +105,7 @@ def test_recipes_of_gemma3_pass_all_checks(
     monkeypatch.chdir(ROOT)
     text = (RECIPES / "gemma3_270m" / f"{recipe}.yaml").read_text().replace("runs/gemma3_270m_data", str(gemma3 / "data"))
     assert f"dagrl train recipes/gemma3_270m/{recipe}.yaml" in text and "one GPU of 24 GB or more" in text
+    assert "\n# Seen: " in text
     (tmp_path / "recipe.yaml").write_text(text)
     more = {"distill": [f"models.teacher.model_name={gemma3 / 'model'}"], "ppo": ["critic.model_name=null"]}
     own = [f"policy.model_name={gemma3 / 'model'}", f"output_dir={tmp_path}", *more.get(recipe, [])]

@@ -117,19 +117,6 @@ def test_the_same_seed_makes_the_same_stories() -> None:
         stories(0)
 
 
-def test_gsm8k_is_cut_before_its_last_results(tmp_path: Path) -> None:
-    answer = "It sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": "How many?", "answer": answer}) + "\n")
-    prepare(tmp_path, tmp_path / "out")
-    begins = {"train": " It", "one_left": "72>>72", "two_left": "24>>24"}
-    begins |= {"test": " It", "test_one_left": "72>>72", "test_two_left": "24>>24"}
-    for file, begin in begins.items():
-        (row,) = map(json.loads, (tmp_path / "out" / f"{file}.jsonl").read_text().splitlines())
-        assert row["prompt"].startswith(PROMPT.format("How many?")) and row["response"].startswith(begin)
-        assert (row["prompt"] + row["response"]).endswith(f" {answer}")
-
-
 def test_short_questions_of_gsm8k_leave_out_those_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.gemma3_270m.tasks.HELD_OUT", 2)
     solutions = ["<<1+1=2>>2 " * count + "\n#### 2" for count in (0, 1, 3, 4, 2, 5)]
