@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
 from dagrl.bench.forked import reason_of, run_forked
@@ -62,6 +63,7 @@ COMPARED = (0, 3, 4, 5)
 """The numbers of steps after which samples are compared: with the weights that vLLM has loaded itself, then after refits."""
 WIDTH, NEW_TOKENS, TEMPERATURE = 22, 8, 0.7
 LARGEST_KL = 1e-6
+REASONS = Path(__file__).with_suffix(".yaml")  # of other samples, which no error tells
 PACKED = {"enabled": True, "train_mb_tokens": 44, "logprob_mb_tokens": 44}
 TIMEOUT_S = 60.0
 
@@ -226,6 +228,8 @@ def _row(name: str, layout: str, case: Case) -> TrainRow:
     before, *after = divergences
     if max(after) > LARGEST_KL:
         reason = f"gen_kl_error is {max(after):.1e} after refits, {before:.1e} with the weights that vLLM has loaded itself"
+        known = yaml.safe_load(REASONS.read_text())
+        reason += f": {known[name]}" if name in known else ""
     return TrainRow(name, layout, max(after) <= LARGEST_KL, reason, max(differences), max(after))
 
 
