@@ -526,10 +526,13 @@ def _encoded(
 def check_media(config: Config, plan: RunPlan, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a run that does not train on images."""
     layout, advice = config.policy.train_layout, ""
+    blind = [role for role in plan.model_roles if "vision_config" not in role_description(config, role, hf_config)]
     if plan.critic or (plan.learns_from == "preferences" and gives_scores(planned_algorithm(plan))):
         advice = "critics and reward models read texts alone"
     elif {role_config(config, role).policy.backend for role in ("train", *plan.model_roles)} != {"fsdp"}:
         advice = "Megatron workers take text alone; set policy.backend=fsdp"
+    elif blind:
+        advice = f"the {blind[0]} reads text alone: its config.json has no vision_config. Choose one that takes images"
     elif max(layout.tp, layout.cp, layout.ep) > 1:
         sizes = "tensor_parallel_size, context_parallel_size and expert_parallel_size"
         advice = f"their model is not split; set {sizes} of policy.fsdp_cfg to 1"

@@ -5,6 +5,7 @@ Heavy imports happen in `prepare` and `setup`, so the driver can import the clas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -24,6 +25,8 @@ from dagrl.workers.train.adapters import write_adapters
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, run_on_all_ranks
 from dagrl.workers.train.hf_load import has_scalar_head
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,6 +127,12 @@ class FsdpBackend:
             raise ConfigError(
                 f"policy.sequence_packing.shared_prefix is true, but sequences of {name} do not see a prefix that they "
                 "share as their own; set it to auto, or false"
+            )
+        if not self.shares and self._spec.context.rank == 0:
+            logger.warning(
+                "microbatches repeat shared prefixes: sequences of %s do not see one as their own. "
+                "policy.sequence_packing.shared_prefix=false leaves out this trial",
+                name,
             )
 
     def abort(self) -> None:

@@ -14,6 +14,7 @@ from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
 from dagrl.machine import gpu_count
 from dagrl.rl.routed_experts import RoutedLayers, routed_layers
+from dagrl.run.cluster import gpus_per_worker
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.train.adapters import is_chosen_parameter
@@ -45,7 +46,7 @@ def check_settings(config: Config) -> None:
             "policy.megatron_cfg={} and sizes in policy.fsdp_cfg, or policy.backend=megatron, which alone has pipelines"
         )
     fsdp = config.policy.fsdp_cfg
-    if fsdp.torch_compile and fsdp.context_parallel_size > 1:
+    if fsdp.torch_compile and fsdp.context_parallel_size > 1 and gpus_per_worker(config.cluster):
         raise ConfigError(
             f"policy.fsdp_cfg.torch_compile is true and context_parallel_size is {fsdp.context_parallel_size}, but "
             "gradients of compiled exchanges between context-parallel ranks are wrong on GPUs; set torch_compile to false"

@@ -421,6 +421,16 @@ def test_runs_that_do_not_take_images_refuse_them(name: str) -> None:
         check_media(config, RunPlan.of(config), {"model_type": "gemma3"})
 
 
+def test_a_teacher_that_reads_text_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    policy = {"backend": "fsdp", "generation": {"max_new_tokens": 4}}
+    teacher = {"model_name": str(tmp_path), "backend": "fsdp"}
+    given = {"name": "run", "algorithm": "grpo", "data": {}, "policy": policy, "models": {"teacher": teacher}}
+    config = Config.model_validate({**given, "reward": {"function": "dagrl.rl.rewards:exact_match"}})
+    with pytest.raises(ConfigError, match="the run has images, but the teacher reads text alone"):
+        check_media(config, RunPlan.of(config), {"model_type": "qwen3_vl", "vision_config": {}})
+
+
 def test_rows_with_other_images_share_no_prefix(folder: Path) -> None:  # noqa: F811
     turn, answer = CONVERSATIONS["one"]
     other = {"role": "user", "content": [{"type": "image", "image": "images/3.png"}, turn["content"][1]]}
