@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def run_forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds: float | None = None) -> str:
     """Runs `target` in a forked process. Returns why it failed; empty after success.
@@ -31,6 +33,15 @@ def run_forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds:
         return f"the process ended with {process.exitcode}"
 
 
+def own_threads() -> None:
+    """Gives a forked process the one thread that its parent has set, and a pool for it.
+
+    Torch 2.11 remakes the pool on its next use, without a lock. That would be in autograd's threads, one for each visible
+    GPU, and all but the first abort: "Invalid thread pool!".
+    """
+    torch.set_num_threads(1)
+
+
 def reason_of(error: BaseException) -> str:
     """Returns the error's class, message, and place in the code: the last one that is not torch's."""
     message = " ".join(str(error).split())[:300]
@@ -44,6 +55,7 @@ def reason_of(error: BaseException) -> str:
 def _told(target: Callable[..., None], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:
     if leads:
         os.setpgrp()
+    own_threads()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -33,7 +33,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from dagrl.bench.forked import reason_of, run_forked
+from dagrl.bench.forked import own_threads, reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.channels import ChannelSpec
 from dagrl.channels.spec import ChannelKind
@@ -350,6 +350,7 @@ class Member:
 
 
 def _serve(pipe: Connection, kind: Any, context: WorkerContext, config: Config, device: int) -> None:
+    own_threads()
     os.environ["LOCAL_RANK"] = str(device)
     worker = kind(context, config)
     while True:
