@@ -82,8 +82,8 @@ class Rank:
         self._build_side()
         if self.is_sender:
             fill(self.side.tensors, self.side.slices)
-        tensors = list(self.side.tensors.values()) if self.is_sender and case.fsdp else []
-        self._copies = tensors, [tensor.float() for tensor in tensors]  # of the float32 shards that FSDP2 trains
+        tensors = list(self.side.tensors.values()) if self.is_sender and case.fsdp and case.colocated else []
+        self._copies = tensors, [tensor.float() for tensor in tensors]  # of float32 shards, which engines map
         self.control.barrier()  # one side may take much longer to build
         kind: ChannelKind = "ipc" if case.colocated else "nccl" if self._on_gpus else "gloo"
         self.channel = open_channel(ChannelSpec(kind, address, self.rank, self.size, TIMEOUT_S))
@@ -128,14 +128,18 @@ class Rank:
     def _build_side(self) -> None:
         """Builds this rank's side, unless the last one is the same."""
         case, rank = self.case, self.rank % self.case.train.world_size
-        sends, receives = (case.model, case.train, case.fsdp), (case.model, case.tp, case.fp8, case.expert_parallel)
+        sends = case.model, case.train, case.fsdp, case.colocated
+        receives = (case.model, case.tp, case.fp8, case.expert_parallel)
         key = sends if self.is_sender else receives
         if self._built is not None and self._built[0] == key:
             return
         self._let_go()
         if not self._on_gpus or (self.is_sender and case.fsdp):
             slices = (case.sources() + self._destinations)[self.rank]
-            side = Side(slices, described(slices, self.device), "tensors of the described shapes")
+            tensors = described(slices, self.device)
+            if self.is_sender and case.fsdp and not case.colocated:  # float32 shards, which are cast as they are packed
+                tensors = {name: tensor.float() for name, tensor in tensors.items()}
+            side = Side(slices, tensors, "tensors of the described shapes")
         elif self.is_sender:
             model = megatron_model(case, case.train, rank, self._group_addresses[0], self.device)
             side = modules_side(case.sources()[rank], model)

@@ -40,6 +40,13 @@ def sends_adapters(config: Config) -> bool:
     return peft.enabled and peft.refit == "adapters"
 
 
+def casts_as_packed(config: Config) -> bool:
+    """Returns whether refits cast FSDP's float32 weights as they pack them, without copies: to engines on other GPUs."""
+    generation = config.policy.generation
+    apart = generation is not None and not generation.colocated.enabled and generation.vllm_cfg.precision != "fp8"
+    return apart and config.policy.backend == "fsdp" and not config.policy.fsdp_cfg.cpu_offload
+
+
 def recomputes_kv_cache(config: Config) -> bool:
     """Returns whether running requests have their KV cache recomputed after a weight update."""
     return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates

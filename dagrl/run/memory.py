@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config
-from dagrl.config.settings import bucket_widths, generation_config, generation_dtype
+from dagrl.config.settings import bucket_widths, casts_as_packed, generation_config, generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.run.model import checkpoint_bytes, language_keys, role_description
 
@@ -295,7 +295,8 @@ def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu
             roles.append(frozen_memory(policy, model, weights, role=role))
     train = roles[0]
     copies = dict[str, float]()
-    if plan.generates and config.policy.backend == "fsdp" and config.policy.precision == "bfloat16":
+    copied = config.policy.backend == "fsdp" and config.policy.precision == "bfloat16" and not casts_as_packed(config)
+    if plan.generates and copied:
         copies["copies for refits"] = train.parts.get("weights", 0.0) / 2
     if plan.reference == TRAIN and config.policy.reference_weights == "device":
         copies["reference weights"] = train.parts.get("weights", 0.0)

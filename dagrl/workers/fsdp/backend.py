@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dagrl.channels.spec import nccl_environment
 from dagrl.config import Config, Json, PolicyConfig
-from dagrl.config.settings import least_shared, sends_adapters
+from dagrl.config.settings import casts_as_packed, least_shared, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
@@ -204,7 +204,8 @@ class FsdpBackend:
     def _weights_to_send(self) -> SentWeights:
         from dagrl.workers.fsdp.sent import SentWeights
 
-        return SentWeights(self.model.net, self._policy.precision, self._spec.device, self._adapters)
+        packs = casts_as_packed(self._spec.config)
+        return SentWeights(self.model.net, self._policy.precision, self._spec.device, self._adapters, packs=packs)
 
     # ---- files
 

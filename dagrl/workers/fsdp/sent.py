@@ -15,9 +15,14 @@ from dagrl.workers.fsdp.lora import Adapters, plain_view
 
 
 class SentWeights:
-    """What a refit sends of `net`. `tensors` are its own shards, or copies: in another dtype, on the `device`, or merged."""
+    """What a refit sends of `net`. `tensors` are its own shards, or copies: in another dtype, on the `device`, or merged.
 
-    def __init__(self, net: nn.Module, precision: str, device: torch.device, adapters: Adapters | None) -> None:
+    With `packs` the sender casts shards as it packs them, so they need no copies in `precision`.
+    """
+
+    def __init__(
+        self, net: nn.Module, precision: str, device: torch.device, adapters: Adapters | None, *, packs: bool = False
+    ) -> None:
         self.slices = sent_slices(net, precision)
         shards = tensors_of(plain_view(net), dtype=_dtype_of(net))
         self._adapters = {} if adapters is None else adapters.held
@@ -25,11 +30,12 @@ class SentWeights:
         self._copies = {
             name: torch.empty_like(shard, dtype=kinds[name], device=device, memory_format=torch.contiguous_format)
             for name, shard in shards.items()
-            if shard.dtype != kinds[name] or shard.device != device or name in self._adapters
+            if (shard.dtype != kinds[name] and not packs) or shard.device != device or name in self._adapters
         }
-        self.tensors: Mapping[str, Tensor] = {**shards, **self._copies} if self._copies else shards
+        fixed = packs or bool(self._copies)  # shards keep their memory, and an access to `shards` takes a while
+        self.tensors: Mapping[str, Tensor] = {**shards, **self._copies} if fixed else shards
         plain = [name for name in self._copies if name not in self._adapters]
-        self._plain = [self._copies[name] for name in plain], [shards[name] for name in plain]  # shards keep their memory
+        self._plain = [self._copies[name] for name in plain], [shards[name] for name in plain]
 
     @torch.no_grad()
     def update(self) -> None:

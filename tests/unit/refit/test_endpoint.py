@@ -192,6 +192,16 @@ def test_dtypes_that_cannot_be_cast(sent: str, held: torch.dtype) -> None:
         RefitReceiver(plan_of(matrix(), dtype=sent).for_rank(1), target, MemoryChannel(1, 2, {}))
 
 
+@pytest.mark.parametrize("verify", ["off", "checksum"])
+def test_a_source_wider_than_the_plan_is_cast_as_it_is_packed(verify: Verify) -> None:
+    sent, held = torch.nn.Parameter(torch.randn(6, 10)), torch.zeros(2, 6, 5, dtype=torch.bfloat16)
+    ends = Pair(plan_of(*columns(), dtype="bfloat16", bucket_bytes=64), {"s": sent}, {"t": held}, verify)
+    for version in range(2):
+        sent.data += version
+        ends.refit(version)
+        assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]).bfloat16())
+
+
 def test_a_tensor_with_new_memory_is_bound_again() -> None:
     sent, held = torch.nn.Parameter(source()), torch.nn.Parameter(torch.zeros(2, 6, 5))
     ends = Pair(plan_of(*columns(), bucket_bytes=64), {"s": sent}, {"t": held})
