@@ -3,8 +3,6 @@
 pytest dagrl/bench/bench_overhead.py --benchmark-columns=median,iqr,max,rounds
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

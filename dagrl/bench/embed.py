@@ -10,8 +10,6 @@ log-probabilities and a training batch. Both groups are on the same actors and t
 verl's time over dagrl's.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Runs a function in a forked process, and tells why it failed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The cases of the refit benchmark: models, pairs of layouts, and which of them fit the host's GPUs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

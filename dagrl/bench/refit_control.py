@@ -1,7 +1,5 @@
 """Coordinates the ranks of a benchmark over their own store: barriers, gathered values, common starts."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Callable

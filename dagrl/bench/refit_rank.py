@@ -4,8 +4,6 @@ All methods run in the same processes, over the same tensors. All ranks start at
 element of a destination is compared with its expected value (`refit_sides.py`).
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

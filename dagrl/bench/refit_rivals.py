@@ -6,8 +6,6 @@ is faster than current practice. Calls from a driver per parameter, also common,
 link is the GPU's own memory, and buffers that both map by CUDA IPC replace broadcasts.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ Every element's bits follow from its parameter's name and its global index, so t
 without a full tensor anywhere, and independently of how the bytes were sent.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import traceback

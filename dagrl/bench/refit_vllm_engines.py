@@ -5,8 +5,6 @@ worker, by HTTP or Ray in a run, go over the benchmark's store, which is faster.
 is a function, and with later versions, whose trainer's end is an object.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

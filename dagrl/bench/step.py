@@ -11,8 +11,6 @@ up; they do not count, nor do the first two of any run. `trained tokens/s` is ov
 Sequence lengths should be forced (`policy.generation.forced_lengths`), so that equal seeds give equal work for any weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

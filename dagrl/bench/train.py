@@ -11,8 +11,6 @@ step, and compute with dagrl's layers and loss. Losses are compared, by relative
 of the model. `--tiny` also runs without GPUs, to try the benchmark.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -8,8 +8,6 @@ with one image, several, or none, padded and packed. Losses and gradient norms m
 process, row by row, on what the model's own processor makes of text and images: to 1e-5, and to one part in 1e4.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from itertools import chain

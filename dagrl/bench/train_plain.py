@@ -5,8 +5,6 @@ read per step. Model, loss, weights, batch, microbatches and torch's fused Adam 
 same step; the batch is on the device before the first one.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

@@ -3,8 +3,6 @@
 verl registers its FSDP engine for CUDA and NPU. `VERL_ENGINE_DEVICE` chooses the same class here, with Gloo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The worker of the overhead benchmarks. It does no work, so the measured time is the round trip alone."""
 
-from __future__ import annotations
-
 import os
 import time
 

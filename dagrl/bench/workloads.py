@@ -4,8 +4,6 @@ Completions have one length, weights are random, and rewards differ within every
 that is learned.
 """
 
-from __future__ import annotations
-
 import io
 import random
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ same KV cache, attention and number of sequences at once; cases of one model sha
 not count. Ratios are relative to the first side. `--tiny` also runs without a GPU, to try the benchmark.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """dagrl's side of `bench generate`: quanta of a generation worker in this process, without Ray."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """vLLM's side of `bench generate`: `LLM.generate`, or the async engine, for the requests of a GRPO step."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

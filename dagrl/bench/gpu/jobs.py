@@ -1,7 +1,5 @@
 """The jobs of `run_all`: GPU tests, benchmarks and training runs, with the GPUs and cores that each needs."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ log for each job, and `jobs.json` and `README.md` with all jobs, after each job.
 more GPUs is reported there, and the next one runs. Later runs on the same day replace the jobs that they run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

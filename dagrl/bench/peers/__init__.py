@@ -14,8 +14,6 @@ the peer's time over dagrl's. Peers whose package is not installed are left out 
 GPU, to try the benchmark.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence

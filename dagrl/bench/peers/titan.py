@@ -2,8 +2,6 @@
 weights. A step is what torchtitan's Trainer does on one GPU, without its data loading, metrics and checkpoints.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TRL's side of `bench peers`: GRPOTrainer with vLLM colocated, or SFTTrainer; bfloat16 over float32 weights."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile
