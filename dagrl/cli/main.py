@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ from dagrl.files import require_writable
 from dagrl.imports import keep_bytecode, require_package
 
 if TYPE_CHECKING:
-    from dagrl.config import Config
     from dagrl.run.fork_server import Server
 
 logger = logging.getLogger(__name__)
@@ -248,34 +247,32 @@ def _init(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from dagrl.config.file import dump_config, load_config
-    from dagrl.telemetry.record import RunPaths, lock_run
+    with nullcontext() if options.dry_run else _imports_begun() as server:
+        from dagrl.config.file import dump_config, load_config
+        from dagrl.telemetry.record import RunPaths, lock_run
 
-    config = load_config(options.config, options.overrides)
-    _log(options, config.logger.log_level)
-    if options.dry_run:
-        from dagrl.run.preflight import preflight
+        config = load_config(options.config, options.overrides)
+        _log(options, config.logger.log_level)
+        if options.dry_run:
+            from dagrl.run.preflight import preflight
 
-        inputs = preflight(config)
-        _print(dump_config(inputs.config, inputs.derived))
-        return
-    with lock_run(RunPaths.of(config), existing=True):
-        pass  # no other run holds it
-    with _imports_begun(config) as server:
+            inputs = preflight(config)
+            _print(dump_config(inputs.config, inputs.derived))
+            return
+        with lock_run(RunPaths.of(config), existing=True):
+            pass  # no other run holds it
         from dagrl.run.train import run_with_restarts, train
 
         run_with_restarts(train, config, server)
 
 
 @contextmanager
-def _imports_begun(config: Config) -> Iterator[Server | None]:
-    """Begins to import what workers on this machine need, unless an earlier run may have left that."""
-    from dagrl.run.fork_server import Server, forks_here, some_server
+def _imports_begun() -> Iterator[Server | None]:
+    """Begins to import what workers on this machine need, while the configuration is read, unless an earlier run may have
+    left that."""
+    from dagrl.run.fork_server import Server, some_server
 
-    if not forks_here(config.cluster) or (config.cluster.keep_imports_s and some_server()):
-        yield None
-        return
-    with Server() as server:
+    with nullcontext() if sys.platform != "linux" or some_server() else Server() as server:
         yield server
 
 

@@ -27,7 +27,7 @@ def _no_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for call, (owner, name) in STARTS.items():
             patch.setattr(owner, name, _refuse(call))
-        patch.setattr("dagrl.cli.main._imports_begun", lambda _: nullcontext())
+        patch.setattr("dagrl.cli.main._imports_begun", nullcontext)
         yield
 
 

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlparse
 from dagrl.config import Config
 from dagrl.config.plan import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
-from dagrl.imports import UNUSED, brief_imports
+from dagrl.imports import UNUSED, brief_imports, gc_paused
 from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.process_groups import break_groups, reset_group_names
 from dagrl.runtime.store import open_tcp_store, reserve_port
@@ -134,7 +134,8 @@ def start_engine(
     executor = _executor_class(rendezvous, recorder)
     # An agent's requests choose their own parameters, so its engines warm up all that vLLM has.
     own_sampling = config.environment.agent is not None
-    with nullcontext() if own_sampling else features.warm_up_sampling(warmup_params(require_generation(config))):
+    warm_up = nullcontext() if own_sampling else features.warm_up_sampling(warmup_params(require_generation(config)))
+    with warm_up, gc_paused():  # loading compiled code makes a million objects that stay
         engine = LLMEngine(engine_config, executor, log_stats=False, multiprocess_mode=False)
     _drop_message_queue()
     return engine
@@ -197,6 +198,7 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
     try:
         with brief_imports(*UNUSED):
             import vllm.v1.engine.llm_engine
+            import vllm.v1.worker.gpu_worker  # which the engine imports by name
             from torch._inductor import config
 
             config.compile_threads = 1  # as vLLM's TORCHINDUCTOR_COMPILE_THREADS, which torch may have read before
