@@ -15,7 +15,7 @@ tl = pytest.importorskip("triton.language")
 pytestmark = kernel_tests
 
 PAGE = 16
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # bfloat16 itself is off by up to 0.0078 beyond 2
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, pages: Tensor, lengths: Tensor, scale: float) -> Tensor:
