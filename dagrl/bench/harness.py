@@ -10,8 +10,6 @@ what the deadline does not allow is reported, too. A side that needs a process o
 (`execute`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -117,6 +115,33 @@ def run(
         plot(rows, options.plot)
     if failed or not rows:
         raise RunError(f"{len(rows)} rows were measured; failed: {', '.join(failed) or 'none'}; see above")
+
+
+class Deadline:
+    """Allows work for `seconds` from now on (None: no limit). The next item is assumed to take as long as the longest so
+    far."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._end = clock, None if seconds is None else clock() + seconds
+        self._begun: float | None = None
+        self._longest = 0.0
+        self.left_out: dict[str, str] = {}  # reason by name
+
+    def allows(self, name: str) -> bool:
+        """Returns whether `name` may start now, and records it as left out if not. Call it when the previous item has
+        finished."""
+        now = self._clock()
+        if self._begun is not None:
+            self._longest = max(self._longest, now - self._begun)
+        self._begun = now
+        allowed = self._end is None or now + self._longest <= self._end
+        if not allowed:
+            self.left_out[name] = TIME_IS_UP
+        return allowed
+
+    def left(self) -> float:
+        """Returns the seconds that are left; infinite without a limit."""
+        return math.inf if self._end is None else self._end - self._clock()
 
 
 def measure(
@@ -246,11 +271,8 @@ def earlier_rows(paths: Sequence[Path]) -> dict[tuple[str, str], Row]:
             rows = {(row["case"], row["side"]): {"commits": [report.commit], **row} for row in report.rows}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"--more {path}: expected rows of this benchmark; {error!r}") from error
-        for what, theirs, ours in (
-            ("hardware", report.hardware, here.hardware),
-            ("versions", report.versions, here.versions),
-        ):
-            if theirs != ours:
+        for what in ("hardware", "versions"):
+            if (theirs := getattr(report, what)) != (ours := getattr(here, what)):
                 raise ConfigError(f"--more {path}: {what}: found {theirs}, expected {ours} as here; measure without --more")
         if twice := found.keys() & rows.keys():
             raise ConfigError(f"--more {path}: {sorted(twice)} are in two files; add them one run after the other")
@@ -278,33 +300,6 @@ def print_table(rows: Sequence[Row], columns: Sequence[Column] = ()) -> None:
         before = row["case"]
         lines.append(line)
     print_rows([*titles, *(column.title for column in columns)], lines)
-
-
-class Deadline:
-    """Allows work for `seconds` from now on (None: no limit). The next item is assumed to take as long as the longest so
-    far."""
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._end = clock, None if seconds is None else clock() + seconds
-        self._begun: float | None = None
-        self._longest = 0.0
-        self.left_out: dict[str, str] = {}  # reason by name
-
-    def allows(self, name: str) -> bool:
-        """Returns whether `name` may start now, and records it as left out if not. Call it when the previous item has
-        finished."""
-        now = self._clock()
-        if self._begun is not None:
-            self._longest = max(self._longest, now - self._begun)
-        self._begun = now
-        allowed = self._end is None or now + self._longest <= self._end
-        if not allowed:
-            self.left_out[name] = TIME_IS_UP
-        return allowed
-
-    def left(self) -> float:
-        """Returns the seconds that are left; infinite without a limit."""
-        return math.inf if self._end is None else self._end - self._clock()
 
 
 def execute(

@@ -19,8 +19,6 @@ Sides with compiled graphs have actors of their own. Ray's graphs poll while the
 while another side takes its turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -29,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -178,8 +176,8 @@ class Actors:
     of: Mapping[str, tuple[Any, ...]]
     pids: Mapping[str, tuple[int, ...]]
 
-    @staticmethod
-    def start(count: int, sides: Sequence[str] = SIDES) -> Actors:
+    @classmethod
+    def start(cls, count: int, sides: Sequence[str] = SIDES) -> Self:
         """Starts `count` actors for each set that `sides` need."""
         actor = ray.remote(num_cpus=0, max_restarts=0)(BenchWorker)
         sets = {"shared" if side in SHARED else side for side in sides}
@@ -188,7 +186,7 @@ class Actors:
             name: tuple(ray.get([one.pid.remote() for one in found], timeout=DEADLINE_S)) for name, found in started.items()
         }
         of = {side: started["shared" if side in SHARED else side] for side in sides}
-        return Actors(of, {side: pids[side] for side in sides if side in POLLING})
+        return cls(of, {side: pids[side] for side in sides if side in POLLING})
 
 
 @dataclass(frozen=True)
@@ -277,11 +275,11 @@ def _cpu_s(actors: Sequence[Any]) -> float:
     return time.process_time() + float(sum(ray.get([actor.cpu_s.remote() for actor in actors], timeout=DEADLINE_S)))
 
 
-Maker = Callable[[Step, Sequence[Any]], tuple[Callable[[Any], object], Callable[[], object]]]
-"""Compiles a side. Returns a function that runs one step, and one that releases what was compiled."""
+Made = tuple[Callable[[Any], object], Callable[[], object]]  # runs one step of a compiled side; releases what was compiled
+Maker = Callable[[Step, Sequence[Any]], Made]
 
 
-def _calls(put: bool, step: Step, actors: Sequence[Any]) -> tuple[Callable[[Any], object], Callable[[], object]]:
+def _calls(put: bool, step: Step, actors: Sequence[Any]) -> Made:
     def act(value: Any) -> object:
         if step.shape == "chain":
             passed = ray.put(value) if put else value
@@ -297,7 +295,7 @@ def _calls(put: bool, step: Step, actors: Sequence[Any]) -> tuple[Callable[[Any]
     return act, lambda: None
 
 
-def _ray_graph(step: Step, actors: Sequence[Any]) -> tuple[Callable[[Any], object], Callable[[], object]]:
+def _ray_graph(step: Step, actors: Sequence[Any]) -> Made:
     """Compiles the graph a user would write by hand, with buffers that never grow, in the driver and in the workers."""
     context = DAGContext.get_current()
     before = context.buffer_size_bytes
@@ -327,9 +325,7 @@ def _set_buffer_bytes(worker: object, size: int) -> None:
     DAGContext.get_current().buffer_size_bytes = size
 
 
-def _dagrl(
-    options: Mapping[str, Any], step: Step, actors: Sequence[Any]
-) -> tuple[Callable[[Any], object], Callable[[], object]]:
+def _dagrl(options: Mapping[str, Any], step: Step, actors: Sequence[Any]) -> Made:
     shards = len(actors) if step.shape == "multiple args" else 1
     group = WorkerGroup.from_actors(list(actors), ParallelLayout(dp=shards, tp=len(actors) // shards))
     # scatter-gather joins small results on the workers into one list, which must fit

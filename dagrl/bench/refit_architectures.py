@@ -12,8 +12,6 @@ with a deadline. Shards are made in forked processes, each one rank of a world w
 torchvision.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -127,6 +125,16 @@ class ArchitectureRow:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class EngineRank:
+    """One rank of an engine: its model, the recording of its loader, and what that loader makes of the second checkpoint."""
+
+    model: torch.nn.Module
+    found: Recording
+    wanted: Mapping[str, torch.Tensor]
+    reset: Callable[[], object]
+
+
 def run(options: argparse.Namespace) -> None:
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
@@ -192,16 +200,6 @@ def _tried(work: Callable[..., T], *arguments: Any) -> T | Exception:
         return work(*arguments)
     except Exception as error:
         return RuntimeError(str(error) if isinstance(error, NoTinyConfigError) else reason_of(error))
-
-
-@dataclass(frozen=True)
-class EngineRank:
-    """One rank of an engine: its model, the recording of its loader, and what that loader makes of the second checkpoint."""
-
-    model: torch.nn.Module
-    found: Recording
-    wanted: Mapping[str, torch.Tensor]
-    reset: Callable[[], object]
 
 
 def _engine(first: Path, second: Path, tp: int) -> list[EngineRank]:

@@ -1,7 +1,5 @@
 """Reports of benchmarks: a JSON file with rows, hardware, versions, command and commit; a table; a plot."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -14,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, package_versions
@@ -88,10 +86,10 @@ class BenchReport:
         lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
         path.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n")
 
-    @staticmethod
-    def read(path: Path) -> BenchReport:
+    @classmethod
+    def read(cls, path: Path) -> Self:
         """Reads a report that `write` wrote."""
-        return BenchReport(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text()))
 
 
 def count(text: str) -> int:

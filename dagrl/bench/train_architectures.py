@@ -11,8 +11,6 @@ vLLM engine, whose samples must have a `gen_kl_error` of at most 1e-6. Each arch
 deadline. On a machine with GPUs each process has one, for engines whose kernels CPUs lack; of two, vLLM shares the second.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -26,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -332,7 +330,7 @@ class Member:
         self.process.start()
         theirs.close()
 
-    def begin(self, method: str, *arguments: Any) -> Member:
+    def begin(self, method: str, *arguments: Any) -> Self:
         """Calls a method of the worker."""
         self._pipe.send((method, arguments))
         return self

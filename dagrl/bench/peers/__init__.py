@@ -72,14 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16"]
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
     parser.add_argument(
-        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="or none; default: all that are installed"
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="or none; default: all installed ones"
     )
-    parser.add_argument(
-        "--backends",
-        nargs="*",
-        choices=BACKENDS,
-        help="dagrl's train workers, each a side, or none; default: megatron, or fsdp",
-    )
+    workers = "dagrl's train workers, each a side, or none; default: megatron, or fsdp"
+    parser.add_argument("--backends", nargs="*", choices=BACKENDS, help=workers)
     parser.add_argument("--keys", nargs="+", default=[], metavar="A.B=C", help="further keys of dagrl's runs")
     parser.add_argument("--settling", type=int, default=2, help="first steps of a turn, which do not count (default: 2)")
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
