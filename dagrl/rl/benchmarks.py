@@ -108,7 +108,8 @@ def instructions_followed(
     return [float(result.follow_all_instructions) for result in marked]
 
 
-instructions_followed.requires = ("lm_eval",)  # type: ignore[attr-defined]  # checked before a run starts
+# Those of the extra lm-eval[ifeval], checked before a run starts.
+instructions_followed.requires = ("lm_eval", "immutabledict", "langdetect", "nltk")  # type: ignore[attr-defined]
 
 
 def sources_of(config: EvaluationConfig) -> dict[str, str]:

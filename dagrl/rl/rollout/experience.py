@@ -274,6 +274,8 @@ class Experience:
         first = EVALUATION_STREAM
         scored = self._held_out(self._prompts.evaluation, first, first, may_stop=may_stop)
         self._untrained += map(Untrained, scored)
+        if scored:
+            check_groups(self._config, self._marks, scored, may_all_fail=True)  # warns of what could not be marked
         right: dict[str, list[bool]] = {}
         for group in scored:
             right.setdefault(group.samples[0].prompt.task, []).append(bool(group.valid[0] and group.rewards.values[0] >= 1))
