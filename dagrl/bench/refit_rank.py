@@ -127,8 +127,7 @@ class Rank:
         """Builds this rank's side, unless the last one is the same."""
         case, rank = self.case, self.rank % self.case.train.world_size
         sends = case.model, case.train, case.fsdp, case.colocated
-        receives = (case.model, case.tp, case.fp8, case.expert_parallel)
-        key = sends if self.is_sender else receives
+        key = sends if self.is_sender else (case.model, case.tp, case.fp8, case.expert_parallel)
         if self._built is not None and self._built[0] == key:
             return
         self._let_go()

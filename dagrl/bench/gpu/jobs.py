@@ -97,27 +97,21 @@ def _steps(gpus: int) -> list[Job]:
     on_all = "policy.generation.colocated.enabled=true policy.reference_weights=host " + _sizes(2 * half, 2 * half)
     ahead = f"{KNOWN['in flight, age 2']} {_sizes(quarter, max(gpus - quarter, 1))}"
     words = ("--config", "dagrl/bench/gpu/step.yaml", "--sides", "sync", f"colocated: {on_all}", "in flight, age 2")
-    sizes = (
-        *_sizes(half, half).split(),
-        f"grpo.num_prompts_per_step={16 * half}",
-        f"policy.train_global_batch_size={128 * half}",
-        f"data.task_args.count={16 * half}",
-    )
-    long = (
-        "grpo.num_prompts_per_step=64",
-        "policy.train_global_batch_size=512",
-        "data.task_args.count=64",
-        "policy.max_total_sequence_length=8320",
-        "policy.generation.max_new_tokens=8192",
-        "policy.generation.forced_lengths.median=1024",
-        f"{GENERATION}.kv_cache_memory_bytes=51539607552",
-    )
+    sizes = (*_sizes(half, half).split(), *_batch(16 * half))
+    lengths = "policy.max_total_sequence_length=8320 policy.generation.max_new_tokens=8192".split()
+    memory = f"{GENERATION}.kv_cache_memory_bytes=51539607552"
+    long = (*_batch(64), *lengths, "policy.generation.forced_lengths.median=1024", memory)
     fewer = f"in flight, {quarter} of {gpus} GPUs trains: {ahead}"
     return [_bench("step", (*sizes, *words, "in flight, age 4"), 2), _bench("step-8k", (*sizes, *long, *words, fewer), 4)]
 
 
 def _sizes(train: int, generation: int) -> str:
     return f"{TRAIN}.data_parallel_size={train} {GENERATION}.data_parallel_size={generation}"
+
+
+def _batch(prompts: int) -> list[str]:
+    sizes = f"grpo.num_prompts_per_step={prompts} policy.train_global_batch_size={8 * prompts}"
+    return [*sizes.split(), f"data.task_args.count={prompts}"]
 
 
 ASYNC = (
