@@ -158,6 +158,14 @@ def test_rates_of_our_kernels_are_those_of_their_runs(row: int, monkeypatch: pyt
     assert phase.seconds == pytest.approx(run["whole_s"], rel=0.07)
 
 
+def test_generation_of_another_model_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, rows = grpo(monkeypatch, "4b", 64, 384, 1)
+    config = config.with_keys({"policy.deterministic": False})
+    times = run_times(config, RunPlan.of(config), workloads.SHAPES["qwen3-4b"].config, H200, rows)
+    (seconds,) = (time.seconds for time in times if time.phase == "generate")
+    check("Generation, 4B, 64 x (120 + 384)", seconds, row_of("1x-nvidia-h200/2026-11-30/decode.json", 25)["whole_s"])
+
+
 def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = json.loads((RESULTS / "1x-nvidia-h200/2026-11-28/fsdp.json").read_text())["grpo"]["megatron"]
     predicted = grpo_step(monkeypatch, "0.6b", 128, 256, 16)
