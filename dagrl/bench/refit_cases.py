@@ -124,6 +124,7 @@ def _sizes(layout: ParallelLayout) -> str:
 def _cases() -> Iterator[RefitCase]:
     """Yields cases with sides of 1, 2 and 4 GPUs. Consecutive cases share a side where possible, so it is built once."""
     yield RefitCase("4B", ParallelLayout(), 1, colocated=True)
+    yield RefitCase("4B", ParallelLayout(), 1, colocated=True, fsdp=True)
     yield RefitCase("4B", ParallelLayout(), 1, fp8=True, colocated=True)
     for half in (1, 2, 4):
         same, experts = ParallelLayout(tp=half), ParallelLayout(dp=half, ep=half)

@@ -80,8 +80,6 @@ class Rank:
         self._build_side()
         if self.is_sender:
             fill(self.side.tensors, self.side.slices)
-        tensors = list(self.side.tensors.values()) if self.is_sender and case.fsdp and case.colocated else []
-        self._copies = tensors, [tensor.float() for tensor in tensors]  # of float32 shards, which engines map
         self.control.barrier()  # one side may take much longer to build
         kind: ChannelKind = "ipc" if case.colocated else "nccl" if self._on_gpus else "gloo"
         self.channel = open_channel(ChannelSpec(kind, address, self.rank, self.size, TIMEOUT_S))
@@ -126,7 +124,7 @@ class Rank:
     def _build_side(self) -> None:
         """Builds this rank's side, unless the last one is the same."""
         case, rank = self.case, self.rank % self.case.train.world_size
-        sends = case.model, case.train, case.fsdp, case.colocated
+        sends = case.model, case.train, case.fsdp
         key = sends if self.is_sender else (case.model, case.tp, case.fp8, case.expert_parallel)
         if self._built is not None and self._built[0] == key:
             return
@@ -134,7 +132,7 @@ class Rank:
         if not self._on_gpus or (self.is_sender and case.fsdp):
             slices = (case.sources() + self._destinations)[self.rank]
             tensors = described(slices, self.device)
-            if self.is_sender and case.fsdp and not case.colocated:  # float32 shards, which are cast as they are packed
+            if self.is_sender and case.fsdp:  # float32 shards, which are cast as they are packed or copied
                 tensors = {name: tensor.float() for name, tensor in tensors.items()}
             side = Side(slices, tensors, "tensors of the described shapes")
         elif self.is_sender:
@@ -187,8 +185,6 @@ class Rank:
         staging = end.rounds.staging_bytes + (MAILBOX_SLOTS * sent if case.colocated else 0)
 
         def carry() -> None:
-            if self._copies[0]:
-                torch._foreach_copy_(*self._copies)
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
         self.control.barrier()

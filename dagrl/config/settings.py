@@ -41,10 +41,10 @@ def sends_adapters(config: Config) -> bool:
 
 
 def casts_as_packed(config: Config) -> bool:
-    """Returns whether refits cast FSDP's float32 weights as they pack them, without copies: to engines on other GPUs."""
+    """Returns whether refits cast FSDP's float32 weights as they pack them, or engines as they copy them: without copies."""
     generation = config.policy.generation
-    apart = generation is not None and not generation.colocated.enabled and generation.vllm_cfg.precision != "fp8"
-    return apart and config.policy.backend == "fsdp" and not config.policy.fsdp_cfg.cpu_offload
+    plain = generation is not None and generation.vllm_cfg.precision != "fp8"
+    return plain and config.policy.backend == "fsdp" and not config.policy.fsdp_cfg.cpu_offload
 
 
 def recomputes_kv_cache(config: Config) -> bool:

@@ -62,6 +62,25 @@ def test_one_launch_copies_what_torch_copies(dtype: torch.dtype) -> None:
             source.copy_(random(tuple(source.shape), dtype))
 
 
+def test_numbers_are_cast_as_torch_casts_them() -> None:
+    """From a view of rows, into a part of a merged tensor, and one vector. NaN stays NaN; what is narrow is torch's."""
+    from dagrl.refit.kernels.copy_kernel import CopyTable
+
+    merged, whole = torch.zeros((3, 96, 160), dtype=torch.bfloat16, device=DEVICE), torch.randn((7, 64, 320), device=DEVICE)
+    whole[0, 0, :4] = torch.tensor([float("nan"), float("inf"), 1.00390625, -0.0])  # of both roundings the even one
+    vector = torch.randn((LONG * 1000 // 8 * 8,), device=DEVICE)
+    if INTERPRETED:  # by truncation
+        whole, vector = whole.to(torch.bfloat16).float(), vector.to(torch.bfloat16).float()
+    cast = [(merged[:, 32:], whole[:3, :, :160]), (torch.zeros_like(vector, dtype=torch.bfloat16), vector)]
+    rows = [as_rows(target, source) for target, source in cast]
+    CopyTable([one for some in rows if some is not None for one in some], DEVICE).launch(alone=True)
+    assert None not in rows
+    for target, source in cast:
+        torch.testing.assert_close(target, source.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+    assert not merged[:, :32].any()
+    assert as_rows(merged[:, :, 4:], torch.zeros((3, 96, 156), device=DEVICE)) is None
+
+
 def test_only_the_targets_are_written() -> None:
     from dagrl.refit.kernels.copy_kernel import CopyTable
 

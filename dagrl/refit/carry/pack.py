@@ -224,7 +224,7 @@ def _check_dtype(move: Move, part: torch.Tensor, side: MoveSide, relay: bool) ->
     if side == "source" and move.scales is not None and _castable(part.dtype, part.dtype):
         return
     if side == "source" and _castable(part.dtype, wire) and part.dtype.itemsize > wire.itemsize:
-        return  # cast as it is packed
+        return  # cast as it is packed, or read by a receiver that maps it
     if side == "source" and not relay:
         planned = move.dtype if move.scales is None else "float64, float32, bfloat16 or float16"
         raise RefitPlanError(

@@ -1,7 +1,7 @@
 """Copies and quantizes all slices of a bucket in one launch, of any shapes.
 
-On GPUs `copy_kernel.py` copies from a table of rows. `torch._foreach_copy_` does what the kernel cannot (casts, and views
-without contiguous rows, such as transposed ones), and everything on CPUs.
+On GPUs `copy_kernel.py` copies from a table of rows, and casts float32 to bfloat16. `torch._foreach_copy_` does what the
+kernel cannot (other casts, and views without contiguous rows, such as transposed ones), and everything on CPUs.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class BatchedCopy:
         pairs = list(zip(targets, sources, strict=True))
         rows = [as_rows(*pair) if pair[0].is_cuda else None for pair in pairs]
         self._others = [pair for pair, some in zip(pairs, rows, strict=True) if some is None]
-        self._table: CopyTable | None = None
+        self._tables: list[CopyTable] = []
         if len(self._others) < len(pairs):
             from dagrl.refit.kernels.copy_kernel import CopyTable
 
-            self._kept = pairs  # the table holds addresses only
-            self._table = CopyTable([row for some in rows if some for row in some], targets[0].device)
+            self._kept = pairs  # the tables hold addresses only
+            known = [row for some in rows if some for row in some]
+            parts = ([row for row in known if row.casts is casts] for casts in (False, True))
+            self._tables = [CopyTable(part, targets[0].device) for part in parts if part]
 
     def run(self, alone: bool = False) -> None:
         """Copies everything, on the current stream. `alone` uses the whole GPU; otherwise most of it is left to NCCL."""
-        if self._table is not None:
-            self._table.launch(alone)
+        for table in self._tables:
+            table.launch(alone)
         if self._others:
             with torch.inference_mode():  # vLLM's parameters may be inference tensors
                 torch._foreach_copy_([target for target, _ in self._others], [source for _, source in self._others])

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_RUNS = 4096  # pairs of views that need more table entries than this are copied by torch
+WIDE = 16  # bytes of the target that a thread writes at once, if addresses, rows and strides are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
 class StridedRows:
-    """`count` rows of `nbytes` bytes each, from address `source` to address `target`; strides in bytes."""
+    """`count` rows of `nbytes` bytes each, from address `source` to address `target`; strides in bytes.
+
+    If it `casts`, from float32 to bfloat16, a row of the source has twice the bytes.
+    """
 
     target: int
     source: int
@@ -27,27 +31,39 @@ class StridedRows:
     nbytes: int
     target_stride: int
     source_stride: int
+    casts: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether everything is a multiple of `WIDE`."""
+        strides = (self.target_stride, self.source_stride) if self.count > 1 else ()
+        return not any(number % WIDE for number in (self.target, self.source, self.nbytes, *strides))
 
 
 def as_rows(target: Tensor, source: Tensor) -> list[StridedRows] | None:
-    """Returns the copy as contiguous rows; None if it casts, or if its rows are not contiguous or too many."""
-    if target.dtype != source.dtype:
+    """Returns the copy as contiguous rows; None if it makes other casts than to bfloat16, or its rows are too many or not
+    contiguous, or narrow where it casts."""
+    kinds = str(source.dtype), str(target.dtype)
+    casts = kinds == ("torch.float32", "torch.bfloat16")
+    if not casts and kinds[0] != kinds[1]:
         return None
     assert target.shape == source.shape, f"{tuple(source.shape)} does not fit {tuple(target.shape)}"
     dims = _merged(target, source)
     if dims and dims[-1][1:] != (1, 1):
         return None
-    item = target.element_size()
+    item, of_item = target.element_size(), source.element_size()
     *outer, (rows, row_target, row_source), (width, _, _) = [(1, 0, 0), *(dims or [(1, 1, 1)])]
     if not target.numel():
         return []
     if math.prod(size for size, _, _ in outer) > MOST_RUNS:
         return None
     at, of = target.data_ptr(), source.data_ptr()
-    return [
-        StridedRows(at + to * item, of + start * item, rows, width * item, row_target * item, row_source * item)
+    strides = row_target * item, row_source * of_item
+    found = [
+        StridedRows(at + to * item, of + start * of_item, rows, width * item, *strides, casts)
         for to, start in _offsets(outer)
     ]
+    return found if all(row.wide for row in found if casts) else None
 
 
 def _merged(target: Tensor, source: Tensor) -> list[tuple[int, int, int]]:

@@ -17,7 +17,8 @@ from dagrl.workers.fsdp.lora import Adapters, plain_view
 class SentWeights:
     """What a refit sends of `net`. `tensors` are its own shards, or copies: in another dtype, on the `device`, or merged.
 
-    With `packs` the sender casts shards as it packs them, so they need no copies in `precision`.
+    With `packs` the sender casts shards as it packs them, or a receiver that maps them as it copies, so they need no copies
+    in `precision`.
     """
 
     def __init__(

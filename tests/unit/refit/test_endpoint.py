@@ -200,6 +200,9 @@ def test_a_source_wider_than_the_plan_is_cast_as_it_is_packed(verify: Verify) ->
         sent.data += version
         ends.refit(version)
         assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]).bfloat16())
+    held.zero_()
+    copy_mapped(plan_of(*columns(), dtype="bfloat16"), [{"s": sent}, {"t": held}])
+    assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]).bfloat16())
 
 
 def test_a_tensor_with_new_memory_is_bound_again() -> None:
