@@ -18,8 +18,10 @@ from dagrl.config.checks import check_settings
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
+from dagrl.run.memory import Decoder, train_memory
 from dagrl.run.preflight import preflight, trace_phases, worker_classes
 from dagrl.workers.megatron.architecture import check_layout
+from tests.unit.run.test_memory import H200, bench_config
 
 
 def run_without_processes(
@@ -106,6 +108,8 @@ def test_benchmarks_use_existing_options_and_fit_their_gpus() -> None:
             for case in cases:
                 check_layout(case.shape.config, case.layout)
                 assert options.rows % case.layout.dp == 0, case.name
+                config, model = bench_config(case.name, options.rows, options.length, options.micro)
+                assert train_memory(config.policy, Decoder.of(model), H200).total < 0.95 * H200, case.name
 
 
 def configurations(gpus: int) -> dict[str, Config]:
