@@ -4,15 +4,17 @@ import argparse
 import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from dagrl.bench import generate, peers, refit, step, train
 from dagrl.bench.models import CHARACTERS, SHAPES, write_with_tokenizer
-from dagrl.bench.peers.trl import unexpanded
+from dagrl.bench.peers.trl import lengths, unexpanded
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_control import Control
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
@@ -21,8 +23,9 @@ from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.plan import RunPlan
 from dagrl.data.media import MediaProcessor, load_processor
-from dagrl.data.tokenization import collate, encode_demonstrations, encode_prompts
+from dagrl.data.tokenization import Prompt, collate, encode_demonstrations, encode_prompts
 from dagrl.errors import ConfigError, RunError
+from dagrl.rl.rollout.episodes import new_group, request_seeds
 from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.layout import ParallelLayout
@@ -126,6 +129,17 @@ def test_trl_trains_and_samples_on_the_tokens_of_dagrl(tmp_path: Path) -> None:
     assert max(map(len, whole)) <= PICTURE_PROMPT
     prompts = encode_prompts(examples, processor.tokenizer, MediaProcessor(processor))
     assert [prompt.tokens.tolist() for prompt in prompts] == whole
+
+
+def test_completions_of_a_peer_have_the_lengths_of_ours() -> None:
+    case = rollout_case("", "0.6b", "16", 64, micro=1, tiny=True, kv_share=0.1, prompt=40, median=16)
+    config = Config.model_validate(grpo_config(case, Path("m")))
+    prompt = Prompt("", np.zeros(case.prompt, np.int64), "", "")
+    numbers = count()
+    for first in (0, 2):  # two steps
+        groups = [new_group(config, n, n, prompt, request_seeds(config.seed, n, GROUP)) for n in (first, first + 1)]
+        limits = [episode.max_new_tokens for group in groups for episode in group.episodes]
+        assert lengths(case, numbers, 2) == limits and len(set(limits)) > 8 and max(limits) <= 64
 
 
 @pytest.mark.parametrize(
