@@ -38,7 +38,7 @@ def jobs(gpus: int) -> list[Job]:
     ]
     benches = [_bench(name, words, least, cores) for name, words, least, cores in BENCHES]
     runs = [Job("runs", f"run-{name}", _train(name, config, words), least) for name, config, least, words in RUNS]
-    return [*tests, *benches, *_steps(gpus), *runs]
+    return [*tests, *benches, *_steps(max(gpus, 2)), *runs]
 
 
 def _python(module: str, *words: str) -> tuple[str, ...]:
@@ -56,7 +56,8 @@ _DENSE = ("--rows", "24", "--micro", "6")
 
 SHARDED, FSDP = f"{TRAIN}.use_distributed_optimizer=true", "policy.backend=fsdp"
 RECOMPUTED = f"{FSDP} policy.fsdp_cfg.activation_checkpointing=selective"
-LONG = ("--sides", "dagrl", "--rows", "1", "--micro", "1", "--rounds", "1", "--steps", "1", "--length")
+ONCE = ("--sides", "dagrl", "--rounds", "1")
+LONG = (*ONCE, "--rows", "1", "--micro", "1", "--steps", "1", "--length")
 _ON_FOUR = (f"tp2dp2 {SHARDED}", f"dp4 {FSDP}", f"dp2tp2 {FSDP}", f"cp4 {FSDP}")
 _ON_EIGHT = (f"dp8ep8 {SHARDED}", f"tp2dp4ep4 {SHARDED}", f"dp8ep8 {FSDP}")
 _FSDP_ON_EIGHT = ("policy.fsdp_cfg.data_parallel_size=8", f"{GENERATION}.data_parallel_size=8")
@@ -67,16 +68,18 @@ BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("refit", (), 1, 1),
     ("train-0.6b", ("--cases", "0.6b:dp1", *_DENSE), 1, 1),
     ("train-0.6b-2", ("--cases", "0.6b:dp1", "0.6b:tp2", "0.6b:cp2", f"0.6b:dp2 {SHARDED}", *_DENSE), 2, 1),
-    ("train-4b-2", ("--cases", "4b:dp1", "4b:tp2", f"4b:dp2 {FSDP}", f"4b:tp2 {FSDP}", *_DENSE), 2, 1),
+    ("train-4b-2", ("--cases", "4b:dp1", "4b:tp2", *_DENSE), 2, 1),
+    ("train-4b-fsdp-2", ("--cases", "4b:tp2", f"4b:dp2 {FSDP}", f"4b:tp2 {FSDP}", *ONCE, *_DENSE), 2, 1),
     ("train-30b-2", ("--cases", "30b@4:dp1", f"30b@4:dp2ep2 {SHARDED}"), 2, 1),
     ("train-4b-128k-2", ("--cases", f"4b:cp2 {RECOMPUTED}", *LONG, "131072"), 2, 1),
-    ("train-4b-4", ("--cases", "4b:dp1", "4b:tp2pp2", "4b:tp4", *(f"4b:{layout}" for layout in _ON_FOUR), *_DENSE), 4, 1),
-    ("train-8b-4", ("--cases", "8b@28:dp1", *(f"8b:{layout}" for layout in _ON_FOUR), "--rows", "64", "--micro", "2"), 4, 1),
+    ("train-4b-4", ("--cases", "4b:dp1", "4b:tp2pp2", "4b:tp4", *_DENSE), 4, 1),
+    ("train-4b-fsdp-4", ("--cases", *(f"4b:{layout}" for layout in _ON_FOUR), *ONCE, *_DENSE), 4, 1),
+    ("train-8b-fsdp-4", ("--cases", *(f"8b:{layout}" for layout in _ON_FOUR), *ONCE, "--rows", "64"), 4, 1),
     ("train-8b-128k-4", ("--cases", f"8b:cp4 {RECOMPUTED}", *LONG, "131072"), 4, 1),
     ("train-30b-4", ("--cases", "30b@4:dp1", f"30b@4:dp4ep4 {SHARDED}", f"30b@4:dp4ep4 {FSDP}"), 4, 1),
     ("train-4b-8", ("--cases", "4b:dp1", f"4b:tp2pp2dp2 {SHARDED}", f"4b:tp4dp2 {SHARDED}", *_DENSE), 8, 1),
-    ("train-30b-8", ("--cases", "30b@4:dp1", *(f"30b@4:{layout}" for layout in _ON_EIGHT)), 8, 1),
-    ("train-30b-48-8", ("--cases", *(f"30b:{layout}" for layout in _ON_EIGHT), "--sides", "dagrl", "--rows", "64"), 8, 1),
+    ("train-30b-8", ("--cases", "30b@4:dp1", *(f"30b@4:{layout}" for layout in _ON_EIGHT), "--rounds", "1"), 8, 1),
+    ("train-30b-48-8", ("--cases", *(f"30b:{layout}" for layout in _ON_EIGHT[::2]), *ONCE, "--rows", "64"), 8, 1),
     ("peers-grpo", ("--cases", "grpo 0.6b 128", "grpo 0.6b 512"), 1, 1),
     ("peers-sft", ("--cases", "sft 0.6b 16"), 1, 1),
     ("peers-4b", ("--cases", "grpo 4b 512", "sft 4b 16", "--steps", "2"), 1, 1),
@@ -92,18 +95,20 @@ losses are the truth of the others; 30B-A3B is shortened to the layers that one 
 def _steps(gpus: int) -> list[Job]:
     """Returns whole GRPO steps: half of the GPUs per role, or all for both, and a number of sequences proportional to them.
 
-    `step-8k` has 512 completions of up to 8,192 tokens, and another side with a quarter of the GPUs for training.
+    `step-8k` has 512 completions of up to 8,192 tokens: colocated, and in flight with a quarter of the GPUs for training.
     """
     half, quarter = max(gpus // 2, 1), max(gpus // 4, 1)
-    on_all = "policy.generation.colocated.enabled=true policy.reference_weights=host " + _sizes(2 * half, 2 * half)
-    ahead = f"{KNOWN['in flight, age 2']} {_sizes(quarter, max(gpus - quarter, 1))}"
-    words = ("--config", "dagrl/bench/gpu/step.yaml", "--sides", "sync", f"colocated: {on_all}", "in flight, age 2")
-    sizes = (*_sizes(half, half).split(), *_batch(16 * half))
+    colocated = "colocated: policy.generation.colocated.enabled=true policy.reference_weights=host " + _sizes(gpus, gpus)
+    fewer = f"in flight, {quarter} of {gpus} train: {KNOWN['in flight, age 2']} {_sizes(quarter, gpus - quarter)}"
+    words = ("--config", "dagrl/bench/gpu/step.yaml", *_sizes(half, half).split(), *_batch(16 * half))
     lengths = "policy.max_total_sequence_length=8320 policy.generation.max_new_tokens=8192".split()
     memory = f"{GENERATION}.kv_cache_memory_bytes=51539607552"
-    long = (*_batch(64), *lengths, "policy.generation.forced_lengths.median=1024", memory)
-    fewer = f"in flight, {quarter} of {gpus} GPUs trains: {ahead}"
-    return [_bench("step", (*sizes, *words, "in flight, age 4"), 2), _bench("step-8k", (*sizes, *long, *words, fewer), 4)]
+    long = (*_batch(64), *lengths, "policy.generation.forced_lengths.median=1024", memory, "--rounds", "1", "--steps")
+    return [
+        _bench("step", (*words, "--sides", "sync", colocated, "in flight, age 2", "in flight, age 4"), 2),
+        _bench("step-8k", (*words, *long, "2", "--sides", colocated, fewer), 4),
+        _bench("step-8k-halves", (*words, *long, "1", "--sides", "sync", "in flight, age 2"), 4),
+    ]
 
 
 def _sizes(train: int, generation: int) -> str:
