@@ -39,7 +39,8 @@ def draw(rows: Sequence[Mapping[str, Any]], output: Path) -> None:
     for name, color in PROBLEMS.items():
         label = f"{name} calculation{'s' if name != 'one' else ''}"
         steps.plot([row["step"] for row in ours], [row[f"held_out/{name}"] for row in ours], "o-", color=color, label=label)
-    steps.set(title="By number of calculations (dagrl)", xlabel="step of 512 samples", ylim=(0, None))
+    room = 1.35 * steps.dataLim.ymax  # for the legend
+    steps.set(title="By number of calculations (dagrl)", xlabel="step of 512 samples", xlim=(0, None), ylim=(0, room))
     for axes in (clock, steps):
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
         axes.grid(alpha=0.3)
