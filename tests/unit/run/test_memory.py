@@ -45,6 +45,9 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("4b:dp1" + FSDP, 1, 16384, 1, 120.51),  # --sides dagrl --rows 1 --micro 1 --length 16384
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 16384, 1, 69.11),  # 1x-.../2026-11-29/fsdp.json
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 65536, 1, 91.78),
+    ("1.7b:dp1" + FSDP, 32, 2048, 16, 101.84),  # 1x-nvidia-h200/2026-11-30/train.json
+    ("4b:dp1" + FSDP, 18, 2048, 6, 119.07),
+    ("0.6b:dp1", 32, 2048, 16, 62.67),
 ]
 BEFORE = [  # with layers that saved more, and an output layer that kept nothing, in November 2026 until the 25th
     ("0.6b:tp2", 72, 2048, 24, 46.44),  # 2x-nvidia-h200/2026-11-23/train-0.6b-tp2.json

@@ -70,6 +70,9 @@ SFT = [  # as `FITTED`, with the name in docs/gpu.md
         "2x-nvidia-h200/2026-11-26/train-experts.json",
         0,
     ),
+    ("SFT, 1.7B, FSDP, microbatches of 16", "1.7b:dp1" + FSDP, 32, 2048, 16, "1x-nvidia-h200/2026-11-30/train.json", 0),
+    ("SFT, 4B, FSDP, microbatches of 6", "4b:dp1" + FSDP, 18, 2048, 6, "1x-nvidia-h200/2026-11-30/train.json", 1),
+    ("SFT, 0.6B, microbatches of 16", "0.6b:dp1", 32, 2048, 16, "1x-nvidia-h200/2026-11-30/train.json", 2),
 ]
 SHARDED_SFT = [  # ..., list and row of 1x-nvidia-h200/2026-11-29/fsdp.json
     ("SFT, 0.6B, FSDP", "0.6b:dp1", 16, 2048, 8, "sft", 1),
