@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dagrl.refit.sources import held_boxes, local_of
 
-SPREAD_AT_ONCE = 1 << 24  # weights, of which a few temporary tensors are made
+SPREAD_AT_ONCE = 1 << 20  # weights; temporary tensors of more would leave a CPU's caches
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
 
 
@@ -163,8 +163,8 @@ def _add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
 
 
 @torch.no_grad()
-def spread(name: str, parameter: Tensor, dtype: torch.dtype) -> None:
-    """Moves float32 weights that are numbers of `dtype` to anywhere in the interval that rounds to them.
+def spread(name: str, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Moves float32 weights that are numbers of `dtype` to anywhere in the interval that rounds to them, on `device`.
 
     Otherwise the copy of a weight of 0.02 from a bfloat16 file stays as it is until the weight has moved by 6e-5: twelve
     steps at a rate of 5e-6, in which nothing is learned. From places all over their intervals, copies follow in the mean
@@ -176,20 +176,23 @@ def spread(name: str, parameter: Tensor, dtype: torch.dtype) -> None:
     strides = [shape[dim + 1 :].numel() for dim in range(len(shape))]
     for box, at in held_boxes(name, parameter):
         held = local_of(parameter)[tuple(slice(start, stop) for start, stop in at)]
-        ranges = [torch.arange(*ends, device=held.device) * stride for ends, stride in zip(box, strides, strict=True)]
+        ranges = [torch.arange(*ends, device=device) * stride for ends, stride in zip(box, strides, strict=True)]
         rows = max(1, SPREAD_AT_ONCE // max(1, held[:1].numel()))
         for start in range(0, len(held), rows):
-            some, index = held[start : start + rows], ranges[0][start : start + rows]
+            place, index = held[start : start + rows], ranges[0][start : start + rows]
+            some = place.to(device)  # from the host, if weights are there
             for more in ranges[1:]:
                 index = index[..., None] + more
             moved = some + torch.ldexp(_uniform(index, seed), torch.frexp(some).exponent) * (torch.finfo(dtype).eps / 2)
-            some.copy_(torch.where(moved.to(dtype) == some, moved, some))
+            place.copy_(torch.where(moved.to(dtype) == some, moved, some))
 
 
 def _uniform(index: Tensor, seed: int) -> Tensor:
     """Returns numbers from -0.5 to 0.5 by a hash of 32 bits (Wellons 2018, "lowbias32")."""
-    bits = 0xFFFFFFFF
-    value = (index ^ (index >> 32) * 0x9E3779B9 ^ seed) & bits
-    value = ((value ^ value >> 16) * 0x7FEB352D) & bits
-    value = ((value ^ value >> 15) * 0x846CA68B) & bits
-    return (value ^ value >> 16).float() * 2.0**-32 - 0.5
+    value = (index ^ (index >> 32) * 0x9E3779B9 ^ seed).to(torch.int32)
+    value ^= (value >> 16) & 0xFFFF
+    value *= 0x7FEB352D
+    value ^= (value >> 15) & 0x1FFFF
+    value *= 0x846CA68B - (1 << 32)
+    value ^= (value >> 16) & 0xFFFF
+    return value * 2.0**-32

@@ -219,7 +219,7 @@ def load_model(
         module.reshard()
     for name, parameter in loaded.named_parameters():
         if parameter.requires_grad and dtype != (precision := getattr(torch, policy.precision)):
-            spread(name, parameter, precision)
+            spread(name, parameter, precision, device)
     if not sharded and trains:
         root.copies = ComputeCopies(root, getattr(torch, policy.precision))
     return root

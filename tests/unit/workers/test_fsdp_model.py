@@ -367,7 +367,7 @@ def test_copies_follow_weights_of_a_bfloat16_file_from_the_first_step(monkeypatc
     written = torch.randn(400, 300, generator=torch.Generator().manual_seed(0)).mul(0.03).bfloat16().float()
     written[0], written[1] = 0.0, 0.1234567  # a zero stays, and so does what bfloat16 does not have
     weight = nn.Parameter(written.clone())
-    spread("layer.weight", weight, torch.bfloat16)
+    spread("layer.weight", weight, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(weight.bfloat16(), written.bfloat16()) and torch.equal(weight[:2], written[:2])
     distance = torch.nextafter(written.bfloat16(), torch.tensor(torch.inf).bfloat16()).float() - written
     places = ((weight - written) / distance)[2:]
@@ -379,7 +379,7 @@ def test_copies_follow_weights_of_a_bfloat16_file_from_the_first_step(monkeypatc
     monkeypatch.setattr("dagrl.workers.fsdp.copies.held_boxes", lambda *_: pieces)
     monkeypatch.setattr("dagrl.workers.fsdp.copies.SPREAD_AT_ONCE", 1000)
     again = nn.Parameter(written.clone())
-    spread("layer.weight", again, torch.bfloat16)
+    spread("layer.weight", again, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(again, weight)
 
 
