@@ -17,8 +17,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -247,7 +247,8 @@ def _init(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    with nullcontext() if options.dry_run else _imports_begun() as server:
+    with ExitStack() as stack:
+        server = None if options.dry_run else _imports_begun(stack)
         from dagrl.config.file import dump_config, load_config
         from dagrl.telemetry.record import RunPaths, lock_run
 
@@ -261,19 +262,17 @@ def _train(options: argparse.Namespace) -> None:
             return
         with lock_run(RunPaths.of(config), existing=True):
             pass  # no other run holds it
+        server = server or _imports_begun(stack, config.cluster.keep_imports_s > 0)
         from dagrl.run.train import run_with_restarts, train
 
         run_with_restarts(train, config, server)
 
 
-@contextmanager
-def _imports_begun() -> Iterator[Server | None]:
-    """Begins to import what workers on this machine need, while the configuration is read, unless an earlier run may have
-    left that."""
+def _imports_begun(stack: ExitStack, kept: bool = True) -> Server | None:
+    """Begins to import what workers on this machine need, until `stack` ends. None if an earlier run may have kept that."""
     from dagrl.run.fork_server import Server, some_server
 
-    with nullcontext() if sys.platform != "linux" or some_server() else Server() as server:
-        yield server
+    return None if sys.platform != "linux" or (kept and some_server()) else stack.enter_context(Server())
 
 
 def _config(options: argparse.Namespace) -> None:
