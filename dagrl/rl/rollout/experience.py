@@ -269,13 +269,13 @@ class Experience:
     def evaluate(self, *, may_stop: bool = False) -> dict[str, float]:
         """Returns the share of right greedy completions of each set of `evaluation.sets`, with its 95 % interval.
 
-        A stop request ends it as it ends `validate`.
+        A stop request ends it as it ends `validate`. Raises RunError if too large a share could not be marked.
         """
         first = EVALUATION_STREAM
         scored = self._held_out(self._prompts.evaluation, first, first, may_stop=may_stop)
         self._untrained += map(Untrained, scored)
         if scored:
-            check_groups(self._config, self._marks, scored, may_all_fail=True)  # warns of what could not be marked
+            check_groups(self._config, self._marks, scored, may_all_fail=True)
         right: dict[str, list[bool]] = {}
         for group in scored:
             right.setdefault(group.samples[0].prompt.task, []).append(bool(group.valid[0] and group.rewards.values[0] >= 1))

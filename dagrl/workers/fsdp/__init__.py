@@ -6,8 +6,6 @@ training   `trainer.py` runs microbatches and makes the optimizer step
 weights    `sent.py` for refits and exports; `trainer.py` for checkpoints
 """
 
-from __future__ import annotations
-
 from dagrl.workers.fsdp.backend import FsdpBackend
 from dagrl.workers.train.worker import TrainWorker, ValueWorker
 

@@ -26,8 +26,6 @@ from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, run_on_all_ranks
 from dagrl.workers.train.hf_load import has_scalar_head
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from dagrl.workers.train.checkpoint import Piece
     from dagrl.workers.train.microbatches import RoutedModel
     from dagrl.workers.train.row_plans import ParallelRank
+
+logger = logging.getLogger(__name__)
 
 
 class FsdpBackend:

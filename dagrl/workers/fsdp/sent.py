@@ -33,7 +33,7 @@ class SentWeights:
             for name, shard in shards.items()
             if (shard.dtype != kinds[name] and not packs) or shard.device != device or name in self._adapters
         }
-        fixed = packs or bool(self._copies)  # shards keep their memory, and an access to `shards` takes a while
+        fixed = packs or bool(self._copies)  # shards keep their memory, and looking them up takes time
         self.tensors: Mapping[str, Tensor] = {**shards, **self._copies} if fixed else shards
         plain = [name for name in self._copies if name not in self._adapters]
         self._plain = [self._copies[name] for name in plain], [shards[name] for name in plain]

@@ -9,8 +9,6 @@ Where to find what:
     weights    `weights.py` says what each rank holds, `sharding.py` how a checkpoint has it
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from dagrl.config import Config, Json
