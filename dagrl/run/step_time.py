@@ -180,8 +180,8 @@ def train_time(
     logits = model.vocabulary / layout.tp * rows.scored / layout.cp
     products = 2 * passes * tokens * active_weights(model) / split + 2 * (3 if trains else 1) * logits * model.hidden
     alone = not policy.sequence_packing.enabled or 2 * rows.tokens / len(rows.lengths) > width  # a sequence for each row
-    large = width / layout.cp * model.queries / layout.tp * max(rows.lengths) >= LEAST_WORK and not policy.deterministic
-    share, half = CUDNN if alone or large else FLASH
+    large = width / layout.cp * model.queries / layout.tp * max(rows.lengths) >= LEAST_WORK
+    share, half = CUDNN if alone or (large and not (policy.deterministic or rows.saved)) else FLASH
     pairs = sum(length * (length + half) / 2 for length in rows.lengths)  # over the part of the share that is reached
     moved = TRAFFIC * passes / 3 * saved_bytes(policy, model) * tokens / layout.pp + LOGIT_BYTES * logits
     own = ((weights or model.weights) - model.expert_weights * (1 - 1 / layout.ep)) / split

@@ -304,6 +304,16 @@ def test_shared_prompts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     config, _ = grpo(monkeypatch, "0.6b", 128, 64, 16)
     rows = generated_rows(config, [1000])
     assert rows.saved == pytest.approx(128 * 1000 * 7 / 8 / (128 * 1064))
+    large, model = (
+        config.with_keys({"policy.sequence_packing.train_mb_tokens": 65536}).policy,
+        Decoder.of(workloads.SHAPES["qwen3-4b"].config),
+    )
+    flash = large.model_copy(update={"deterministic": True})
+    shared, whole, by_flash = (
+        train_time(policy, model, H200, replace(rows, saved=saved))[0]["attention"]
+        for policy, saved in ((large, rows.saved), (large, 0.0), (flash, 0.0))
+    )
+    assert shared == by_flash > whole  # FlashAttention 2 computes shared prefixes
     count, width = split_rows(config.policy, rows, trains=True)
     assert 16 * 1000 + 128 * 64 <= count * width <= 1.3 * (16 * 1000 + 128 * 64)
 
