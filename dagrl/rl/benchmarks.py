@@ -1,6 +1,6 @@
 """Standard sets of questions by name, and how answers to them are marked: `dagrl evaluate --set` and `evaluation.sets`.
 
-    load_sets(EvaluationConfig(sets=("gsm8k", "math500=math500.jsonl")), data)
+    load_sets(EvaluationConfig(sets=("gsm8k", "math500=math500.jsonl")))
 
 A set comes from the Hub, or from a file or directory with the columns that it has there. Answers of mathematics are marked
 by math-verify, and instructions (`ifeval`) by lm-evaluation-harness.
@@ -16,6 +16,7 @@ from typing import Any, cast
 from dagrl.config import DataConfig, EvaluationConfig, Json, RewardConfig, RewardFunctionConfig
 from dagrl.data.examples import Example, read_examples
 from dagrl.errors import ConfigError, DataError, UserError
+from dagrl.imports import IFEVAL
 
 Row = Mapping[str, Json]
 LETTERS = "ABCDEFGHIJ"
@@ -38,11 +39,34 @@ class Benchmark:
 
 def _column(*names: str) -> Callable[[Row], str]:
     """Returns what reads the first of the columns that a row has: published copies of a set differ in capitals."""
-    return lambda row: str(next((row[name] for name in names if name in row), None) or row[names[0]])
+
+    def text(row: Row) -> str:
+        name = next((name for name in names if name in row), names[0])
+        if row[name] in (None, ""):
+            raise ValueError(f"column {name!r} is empty")
+        return str(row[name])
+
+    return text
 
 
 def _mmlu_question(row: Row) -> str:
     return _with_options(str(row["question"]), cast("list[str]", row["options"]))
+
+
+def _mmlu_answer(row: Row) -> str:
+    options, answer = row["options"], str(row["answer"])
+    if not isinstance(options, list) or not 0 < len(options) <= len(LETTERS) or answer not in list(LETTERS[: len(options)]):
+        raise ValueError(
+            f"expected: options, a list of 1 to {len(LETTERS)}, and answer, the letter of one; found: {options}, {answer}"
+        )
+    return answer
+
+
+def _instructions(row: Row) -> str:
+    _, names, arguments = row["key"], row["instruction_id_list"], row["kwargs"]
+    if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
+        raise ValueError(f"expected: instruction_id_list and kwargs, lists of one length; found: {names}, {arguments}")
+    return ", ".join(map(str, names))
 
 
 def _gpqa_options(row: Row) -> list[str]:
@@ -70,16 +94,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "math500": Benchmark("HuggingFaceH4/MATH-500", _PROBLEM, _ANSWER),
     "aime24": Benchmark("HuggingFaceH4/aime_2024", _PROBLEM, _ANSWER, split="train"),
     "aime25": Benchmark("math-ai/aime25", _PROBLEM, _ANSWER),
-    "mmlu_pro": Benchmark(
-        "TIGER-Lab/MMLU-Pro", _mmlu_question, _column("answer"), "dagrl.rl.benchmarks:option_chosen", LETTER
-    ),
+    "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", _mmlu_question, _mmlu_answer, "dagrl.rl.benchmarks:option_chosen", LETTER),
     "gpqa_diamond": Benchmark(
         *("Idavidrein/gpqa", _gpqa_question, _gpqa_answer, "dagrl.rl.benchmarks:option_chosen", LETTER),
         split="train",
         subset="gpqa_diamond",
     ),
     "ifeval": Benchmark(
-        *("google/IFEval", _column("prompt"), lambda row: "", "dagrl.rl.benchmarks:instructions_followed", ""), split="train"
+        *("google/IFEval", _column("prompt"), _instructions, "dagrl.rl.benchmarks:instructions_followed", ""), split="train"
     ),
 }
 
@@ -87,14 +109,15 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 def option_chosen(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
     """Returns 1 where the completion's last choice of an option is the reference, a letter.
 
-    A choice is a letter in `\\boxed{}`, one after `answer is` or `Answer:`, or a completion of a letter alone.
+    A choice is a letter in `\\boxed{}`, one after `answer is` or `Answer:`, or one that begins the completion, alone or as
+    `B. 4` or `(B) 4`.
     """
-    chosen = [[*_CHOICE.findall(text), *_LETTER.findall(text)] for text in completions]
+    chosen = [[*_LETTER.findall(text), *_CHOICE.findall(text)] for text in completions]
     return [float(letters[-1:] == [wanted]) for letters, wanted in zip(chosen, references, strict=True)]
 
 
 _CHOICE = re.compile(r"(?:\\boxed\{(?:\\text\w*\{)?|[Aa]nswer(?: is)?:?)[\s*]*\(?([A-J])\b")
-_LETTER = re.compile(r"\A\s*\(?([A-J])\)?[.\s]*\Z")
+_LETTER = re.compile(r"\A\s*\(?([A-J])(?:[.)]|\s*\Z)")
 
 
 def instructions_followed(
@@ -108,8 +131,7 @@ def instructions_followed(
     return [float(result.follow_all_instructions) for result in marked]
 
 
-# Those of the extra lm-eval[ifeval], checked before a run starts.
-instructions_followed.requires = ("lm_eval", "immutabledict", "langdetect", "nltk")  # type: ignore[attr-defined]
+instructions_followed.requires = IFEVAL  # type: ignore[attr-defined]  # checked before a run starts
 
 
 def sources_of(config: EvaluationConfig) -> dict[str, str]:
@@ -119,6 +141,8 @@ def sources_of(config: EvaluationConfig) -> dict[str, str]:
         name, _, path = text.partition("=")
         if name not in BENCHMARKS:
             raise ConfigError(f"evaluation.sets: there is no set {name!r}; expected: {', '.join(BENCHMARKS)}")
+        if name in sources:
+            raise ConfigError(f"evaluation.sets: {name} is named twice; expected: a set once, from one source")
         sources[name] = path or BENCHMARKS[name].path
     return sources
 
@@ -139,11 +163,14 @@ def load_sets(config: EvaluationConfig) -> list[Example]:
 
 def _example(benchmark: Benchmark, prompt: str, row: Row, source: str, keys: DataConfig) -> Example:
     try:
-        texts = {"question": benchmark.question(row), "instruction": benchmark.instruction}
-        return Example(prompt.format(**texts).rstrip(" \n"), benchmark.answer(row), source=source, columns=row)
+        answer, question = benchmark.answer(row), benchmark.question(row)
+        text = prompt.format(question=question, instruction=benchmark.instruction).rstrip(" \n")
+        return Example(text, answer, source=source, columns=row)
     except KeyError as error:
         found = ", ".join(row)
         raise DataError(f"{source} has no column {error}; found: {found}; expected: those of {benchmark.path}") from error
+    except ValueError as error:
+        raise DataError(f"{source}: {error}") from error
 
 
 def rewards_of_sets(config: EvaluationConfig, workers: int | None) -> RewardConfig:

@@ -186,6 +186,32 @@ def test_unknown_sets_and_columns_are_one_error(tmp_path: Path) -> None:
         DataError, match=r"gsm8k.jsonl, line 1 has no column 'question'; found: frage; expected: those of openai"
     ):
         load_sets(EvaluationConfig(sets=(wrong,)))
+    twice = written(tmp_path, "gsm8k", ROWS["gsm8k"])
+    with pytest.raises(ConfigError, match="gsm8k is named twice"):
+        load_sets(EvaluationConfig(sets=("gsm8k", twice)))
+
+
+@pytest.mark.parametrize(
+    "name, column, value, message",
+    [
+        *(
+            ("ifeval", column, None, f"line 1 has no column '{column}'")
+            for column in ("key", "instruction_id_list", "kwargs")
+        ),
+        ("ifeval", "kwargs", [{}], "lists of one length; found"),
+        ("mmlu_pro", "options", 3, "options, a list of"),
+        ("mmlu_pro", "answer", 1, "answer, the letter of one"),
+        ("mmlu_pro", "answer", "D", "answer, the letter of one"),
+        ("gpqa_diamond", "Incorrect Answer 3", None, "no column 'Incorrect Answer 3'"),
+        ("gsm8k", "question", "", "column 'question' is empty"),
+    ],
+)
+def test_rows_that_cannot_be_marked_are_one_error(
+    name: str, column: str, value: object, message: str, tmp_path: Path
+) -> None:
+    row = {key: known for key, known in ROWS[name].items() if key != column} | ({column: value} if value is not None else {})
+    with pytest.raises(DataError, match=message):
+        load_sets(EvaluationConfig(sets=(written(tmp_path, name, row),)))
 
 
 @pytest.mark.parametrize("prompt", ["no question", "{question} {other}", "{question", "{0}"])
@@ -202,6 +228,10 @@ def test_a_prompt_needs_its_question(prompt: str) -> None:
         ("\\boxed{A}? No: $\\boxed{\\text{B}}$", "B"),
         ("Answer: **D**", "D"),
         (" J.\n", "J"),
+        (" D. 4\n\nQuestion: Next?", "D"),
+        ("(B) 4", "B"),
+        ("A. 1\nB. 2\nThe answer is B", "B"),
+        ("Cats bark", ""),
         ("the answer is that Cats bark", ""),
         ("I think C", ""),
     ],
