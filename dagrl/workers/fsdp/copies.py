@@ -20,7 +20,6 @@ from dagrl.refit.sources import held_boxes, local_of
 
 SPREAD_AT_ONCE = 1 << 20  # weights; temporary tensors of more would leave a CPU's caches
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
-LEAST_ADDED = 1 << 20  # numbers of a gradient; torch launches additions of fewer sooner than our kernel
 
 
 @cache
@@ -155,15 +154,11 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
-    grad, total = copy.grad, parameter.grad
-    assert grad is not None, "autograd has just accumulated it"
-    contiguous = grad.is_contiguous() and (total is None or total.is_contiguous())
-    if grad.is_cuda and contiguous and parameter.dtype == torch.float32 and grad.numel() >= LEAST_ADDED:
-        from dagrl.workers.fsdp.gradient_kernels import add_gradient
-
-        parameter.grad = add_gradient(total, grad)
+    assert copy.grad is not None, "autograd has just accumulated it"
+    if parameter.grad is None:
+        parameter.grad = copy.grad.to(parameter.dtype)
     else:
-        parameter.grad = grad.to(parameter.dtype) if total is None else total.add_(grad)
+        parameter.grad += copy.grad
     copy.grad = None
 
 
