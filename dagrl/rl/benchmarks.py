@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from dagrl.config import DataConfig, EvaluationConfig, Json, RewardConfig, RewardFunctionConfig
 from dagrl.data.examples import Example, read_examples
@@ -49,16 +49,21 @@ def _column(*names: str) -> Callable[[Row], str]:
     return text
 
 
+def _mmlu_options(row: Row) -> list[str]:
+    options = row["options"]
+    if not isinstance(options, list) or not 0 < len(options) <= len(LETTERS):
+        raise ValueError(f"expected: options, a list of 1 to {len(LETTERS)}; found: {options}")
+    return [str(option) for option in options]
+
+
 def _mmlu_question(row: Row) -> str:
-    return _with_options(str(row["question"]), cast("list[str]", row["options"]))
+    return _with_options(str(row["question"]), _mmlu_options(row))
 
 
 def _mmlu_answer(row: Row) -> str:
-    options, answer = row["options"], str(row["answer"])
-    if not isinstance(options, list) or not 0 < len(options) <= len(LETTERS) or answer not in list(LETTERS[: len(options)]):
-        raise ValueError(
-            f"expected: options, a list of 1 to {len(LETTERS)}, and answer, the letter of one; found: {options}, {answer}"
-        )
+    letters, answer = list(LETTERS[: len(_mmlu_options(row))]), str(row["answer"])
+    if answer not in letters:
+        raise ValueError(f"expected: answer, one of {', '.join(letters)}; found: {answer}")
     return answer
 
 
@@ -163,7 +168,7 @@ def load_sets(config: EvaluationConfig) -> list[Example]:
 
 def _example(benchmark: Benchmark, prompt: str, row: Row, source: str, keys: DataConfig) -> Example:
     try:
-        answer, question = benchmark.answer(row), benchmark.question(row)
+        question, answer = benchmark.question(row), benchmark.answer(row)
         text = prompt.format(question=question, instruction=benchmark.instruction).rstrip(" \n")
         return Example(text, answer, source=source, columns=row)
     except KeyError as error:
