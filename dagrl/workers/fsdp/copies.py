@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from dagrl.refit.sources import held_boxes, local_of
 
 SPREAD_AT_ONCE = 1 << 20  # weights; temporary tensors of more would leave a CPU's caches
+EXPONENT = 0x7F800000  # bits of a float32 number's exponent
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
 
 
@@ -183,7 +184,8 @@ def spread(name: str, parameter: Tensor, dtype: torch.dtype, device: torch.devic
             some = place.to(device)  # from the host, if weights are there
             for more in ranges[1:]:
                 index = index[..., None] + more
-            moved = some + torch.ldexp(_uniform(index, seed), torch.frexp(some).exponent) * (torch.finfo(dtype).eps / 2)
+            distance = (some.view(torch.int32) & EXPONENT).view(torch.float32) * torch.finfo(dtype).eps  # to the next number
+            moved = some + _uniform(index, seed) * distance
             place.copy_(torch.where(moved.to(dtype) == some, moved, some))
 
 

@@ -42,7 +42,7 @@ from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention, shared_masks
 from dagrl.workers.fsdp.context import Context
-from dagrl.workers.fsdp.copies import ComputeCopies, HostCopies, spread
+from dagrl.workers.fsdp.copies import ComputeCopies, HostCopies
 from dagrl.workers.fsdp.experts import use_permutations
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.media import MediaInputs, text_positions
@@ -217,9 +217,6 @@ def load_model(
     for module in sharded:  # settles the memory of the shards, which FSDP2 pads
         module.unshard()
         module.reshard()
-    for name, parameter in loaded.named_parameters():
-        if parameter.requires_grad and dtype != (precision := getattr(torch, policy.precision)):
-            spread(name, parameter, precision, device)
     if not sharded and trains:
         root.copies = ComputeCopies(root, getattr(torch, policy.precision))
     return root
