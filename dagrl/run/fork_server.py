@@ -401,8 +401,8 @@ def _become(files: Sequence[int], words: Sequence[str], environment: Mapping[str
     os.environ.update(environment)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() == 1:
-        # If an import has set this, there is a pool, which torch would make again in autograd's threads: one for each GPU,
-        # without a lock. A pool of more threads has kept the template from forking.
+        # A fork loses a pool that an import has made. Torch would make it again on its next use, without a lock: in the
+        # threads of autograd, one for each GPU. With a pool of more threads a template does not fork.
         torch.set_num_threads(1)
     sys.argv, sys.path[0] = list(words), os.path.dirname(words[0])
     runpy.run_path(words[0], run_name="__main__")
