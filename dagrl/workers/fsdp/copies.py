@@ -6,7 +6,6 @@ through the buffers of its collectives.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -16,10 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dagrl.refit.sources import held_boxes, local_of
-
-SPREAD_AT_ONCE = 1 << 20  # weights; temporary tensors of more would leave a CPU's caches
-EXPONENT = 0x7F800000  # bits of a float32 number's exponent
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
 
 
@@ -161,40 +156,3 @@ def _add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
     else:
         parameter.grad += copy.grad
     copy.grad = None
-
-
-@torch.no_grad()
-def spread(name: str, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Moves float32 weights that are numbers of `dtype` to anywhere in the interval that rounds to them, on `device`.
-
-    Otherwise the copy of a weight of 0.02 from a bfloat16 file stays as it is until the weight has moved by 6e-5: twelve
-    steps at a rate of 5e-6, in which nothing is learned. From places all over their intervals, copies follow in the mean
-    from the first step. A place depends on the parameter's name and the weight's index alone, so every layout has the same.
-    """
-    seed, shape = zlib.crc32(name.encode()), parameter.shape
-    if not shape:
-        return
-    strides = [shape[dim + 1 :].numel() for dim in range(len(shape))]
-    for box, at in held_boxes(name, parameter):
-        held = local_of(parameter)[tuple(slice(start, stop) for start, stop in at)]
-        ranges = [torch.arange(*ends, device=device) * stride for ends, stride in zip(box, strides, strict=True)]
-        rows = max(1, SPREAD_AT_ONCE // max(1, held[:1].numel()))
-        for start in range(0, len(held), rows):
-            place, index = held[start : start + rows], ranges[0][start : start + rows]
-            some = place.to(device)  # from the host, if weights are there
-            for more in ranges[1:]:
-                index = index[..., None] + more
-            distance = (some.view(torch.int32) & EXPONENT).view(torch.float32) * torch.finfo(dtype).eps  # to the next number
-            moved = some + _uniform(index, seed) * distance
-            place.copy_(torch.where(moved.to(dtype) == some, moved, some))
-
-
-def _uniform(index: Tensor, seed: int) -> Tensor:
-    """Returns numbers from -0.5 to 0.5 by a hash of 32 bits (Wellons 2018, "lowbias32")."""
-    value = (index ^ (index >> 32) * 0x9E3779B9 ^ seed).to(torch.int32)
-    value ^= (value >> 16) & 0xFFFF
-    value *= 0x7FEB352D
-    value ^= (value >> 15) & 0x1FFFF
-    value *= 0x846CA68B - (1 << 32)
-    value ^= (value >> 16) & 0xFFFF
-    return value * 2.0**-32

@@ -24,7 +24,6 @@ from dagrl.imports import load_class
 from dagrl.refit.sources import held_boxes, local_of
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
-from dagrl.workers.fsdp.copies import spread
 from dagrl.workers.fsdp.lora import is_adapter
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, reshard, sharded_modules
 from dagrl.workers.fsdp.routers import Routers
@@ -193,11 +192,6 @@ class ShardedModel:
         torch._foreach_mul_(gradients, (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).to(gradients[0].device))
 
     def update(self, rate: float) -> None:
-        precision = getattr(torch, self._config.policy.precision)
-        if not self.steps.taken and not self._config.policy.peft.enabled:  # weights are those of a file
-            for name, parameter in self.parameters.items():
-                if parameter.requires_grad and parameter.dtype != precision:
-                    spread(name, parameter, precision, self.device)
         for name, updated in self._updated.items():
             if updated is not self.parameters[name] and self.parameters[name].grad is not None:
                 updated.grad = local_of(self.parameters[name].grad)

@@ -17,7 +17,7 @@ from dagrl.config import Config, FsdpConfig, Json
 from dagrl.errors import CheckpointError, ConfigError, UserError
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.fsdp.context import _of_heads
-from dagrl.workers.fsdp.copies import ComputeCopies, spread
+from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
 
@@ -360,27 +360,6 @@ def test_passes_are_those_of_half_precision_and_gradients_add_up_in_float32(mode
         assert (one.grad is None) == name.startswith("frozen")
         if one.grad is not None:
             torch.testing.assert_close(one.grad, sums[name], atol=0, rtol=0)
-
-
-def test_copies_follow_weights_of_a_bfloat16_file_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copy is as before; in the mean it moves as its weight does, which from the numbers of bfloat16 it does not."""
-    written = torch.randn(400, 300, generator=torch.Generator().manual_seed(0)).mul(0.03).bfloat16().float()
-    written[0], written[1] = 0.0, 0.1234567  # a zero stays, and so does what bfloat16 does not have
-    weight = nn.Parameter(written.clone())
-    spread("layer.weight", weight, torch.bfloat16, torch.device("cpu"))
-    assert torch.equal(weight.bfloat16(), written.bfloat16()) and torch.equal(weight[:2], written[:2])
-    distance = torch.nextafter(written.bfloat16(), torch.tensor(torch.inf).bfloat16()).float() - written
-    places = ((weight - written) / distance)[2:]
-    assert places.std().item() == pytest.approx(12**-0.5, abs=0.01) and places.abs().max() <= 1  # of a uniform distribution
-    for start, expected in ((weight, 1e-5), (written, 2e-6)):
-        moved = (start + 1e-5).bfloat16().float() - written.bfloat16().float()
-        assert moved[2:].mean().item() == pytest.approx(expected, abs=1e-6)
-    pieces = [(((0, 100), (0, 300)),) * 2, (((100, 400), (200, 300)),) * 2, (((100, 400), (0, 200)),) * 2]
-    monkeypatch.setattr("dagrl.workers.fsdp.copies.held_boxes", lambda *_: pieces)
-    monkeypatch.setattr("dagrl.workers.fsdp.copies.SPREAD_AT_ONCE", 1000)
-    again = nn.Parameter(written.clone())
-    spread("layer.weight", again, torch.bfloat16, torch.device("cpu"))
-    assert torch.equal(again, weight)
 
 
 def test_copies_have_memory_and_the_latest_values_only_while_gathered(model: Tied) -> None:
