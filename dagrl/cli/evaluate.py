@@ -52,7 +52,8 @@ def _checkpoint(name: str | None) -> list[str]:
     if not (Path(name) / "config.json").is_file() and not is_hub_id(name):
         trained = (Path(name) / "state.json").is_file()
         advice = f"convert it first: dagrl export {name} -o MODEL" if trained else "expected one, or an id on the Hub"
-        raise ConfigError(f"--checkpoint {name} is not a Hugging Face directory; {advice}")
+        reason = "it has no config.json" if Path(name).is_dir() else "there is no such directory"
+        raise ConfigError(f"--checkpoint {name} is not a Hugging Face directory: {reason}; {advice}")
     return [f"policy.model_name={name}", "policy.random_init=null", "policy.tokenizer.name=null"]  # it has its own tokenizer
 
 
@@ -77,7 +78,8 @@ def _shown(row: Mapping[str, float], name: str) -> str:
         return ""
     if f"{name}_low" in row:
         return f"{value:.4f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})"
-    return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.4f}"
+    digits = {"prompts": 0, "failed": 0, "greedy/tokens": 1, "sampled/tokens": 1}.get(name, 4)
+    return f"{value:.{digits}f}"
 
 
 def _content(report: Report) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from rich.text import Text
 
 from dagrl.config import LoggerConfig
 from dagrl.machine import process_seconds
-from dagrl.telemetry.metrics import ACCURACY, KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
+from dagrl.telemetry.metrics import ACCURACY, EVALUATION, KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Progress:
         if step and metrics and self._launch == 0.0:
             self._launch = process_seconds()
         current.step = step
-        current.validation |= {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
+        current.validation |= {name: value for name, value in metrics.items() if name.startswith((VALIDATION, EVALUATION))}
         left = seconds_left(time.monotonic() - current.started, step - current.first, total - step)
         current.words = _end(left), _headline(metrics, current.validation), _phases(metrics)
         self._bars.update(self._bar, completed=step)
@@ -187,12 +187,16 @@ def _title(stage: Stage) -> str:
 
 
 def _headline(metrics: Mapping[str, float], validation: Mapping[str, float]) -> str:
-    """Formats reward, loss, KL, speed and the last validation as one line."""
+    """Formats reward, loss, KL, speed, the last validation and the last marks on standard sets as one line."""
     parts = [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
     if TOKENS_PER_SEC in metrics:
         parts.append(f"{metrics[TOKENS_PER_SEC]:,.0f} tokens/s")
-    held_out = [(name.removeprefix(VALIDATION), value) for name, value in validation.items()]
-    parts += [f"held-out {name} {value:.4g}" for name, value in held_out if name in SHOWN.values()]
+    for name, value in validation.items():
+        kind, _, rest = name.partition("/")
+        if kind + "/" == EVALUATION and not rest.endswith(("_low", "_high")):
+            parts.append(f"{rest} {value:.4g}")
+        elif kind + "/" == VALIDATION and rest in SHOWN.values():
+            parts.append(f"held-out {rest} {value:.4g}")
     return _joined(*parts)
 
 

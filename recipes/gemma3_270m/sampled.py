@@ -22,7 +22,9 @@ def pairs(prompts: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     """Yields the first right and the first wrong completion of each prompt of `dagrl evaluate --json` that has both."""
     for prompt in prompts:
         completions = prompt["completions"]
-        right, wrong = ([one["text"] for one in completions if (one["reward"] >= RIGHT) == kind] for kind in (True, False))
+        right, wrong = (
+            [one["text"] for one in completions if ((one["reward"] or 0) >= RIGHT) == kind] for kind in (True, False)
+        )
         if right and wrong:
             yield {"prompt": prompt["prompt"], "chosen": right[0], "rejected": wrong[0]}
 

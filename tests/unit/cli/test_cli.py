@@ -192,7 +192,7 @@ GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
         ([SFT], "add algorithm=grpo and reward.function="),
         ([GRPO, "--samples", "0", "--no-greedy"], "nothing to generate"),
         ([GRPO, "--samples", "4", "--k", "8"], "pass@8: expected a k of 1 to 4"),
-        ([GRPO, "--checkpoint", "examples"], "--checkpoint examples is not a Hugging Face directory"),
+        ([GRPO, "--checkpoint", "examples"], "examples is not a Hugging Face directory: it has no config.json"),
         ([GRPO, "data.task=null", "data.path=examples/data/arithmetic.jsonl", "data.val_fraction=0"], "no held-out prompts"),
     ],
 )

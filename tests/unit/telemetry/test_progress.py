@@ -43,13 +43,16 @@ class Screen:
         return [re.sub(r"^\d\d:\d\d:\d\d INFO ", "", line).rstrip() for line in plain.splitlines()]
 
 
+MARKS = {"evaluation/gsm8k": 0.0637, "evaluation/gsm8k_low": 0.0518, "evaluation/gsm8k_high": 0.0781}
+
+
 def short_run(screen: Screen, level: str = "INFO") -> None:
     with Progress(LoggerConfig.model_validate({"log_level": level}), screen.console) as progress:
         progress.stage("Starting train workers")
         progress.stage("Warming up", "warm-up")
         progress.step(5, 6, {}, stage="sft")
         progress.step(0, 2, {}, stage="grpo")
-        progress.step(1, 2, {**METRICS, "validation/reward": 0.35}, stage="grpo")
+        progress.step(1, 2, {**METRICS, "validation/reward": 0.35, **MARKS}, stage="grpo")
         progress.status("saving")
         progress.step(2, 2, METRICS, stage="grpo")
         logging.getLogger("dagrl.run.checkpoint_store").info("a record of another module")
@@ -62,7 +65,7 @@ def test_plain_lines_without_a_terminal() -> None:
     short_run(screen)
     timeless = [re.sub(r"\d\.\d s$", "0.0 s", line) for line in screen.lines[:2]]
     assert timeless == ["Starting train workers ...", "done: Starting train workers  0.0 s"]
-    numbers = "reward 0.4125  loss 0.00312  kl 0.0012  12,346 tokens/s  held-out reward 0.35"
+    numbers = "reward 0.4125  loss 0.00312  kl 0.0012  12,346 tokens/s  held-out reward 0.35  gsm8k 0.0637"
     step = (
         re.escape(f"grpo step 1/2  {numbers}  generate 0.80 s  other 0.15 s  refit 0.05 s")
         + r"  \d\.\d s left, until (\w{3} )?\d\d:\d\d"
