@@ -17,7 +17,6 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096  # elements of a tile: rows times padded row length
 SWIGLU_BLOCK = 1024  # columns that a program of SwiGLU reads at once
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
-HEAD_PROGRAMS = 4096  # programs that each sum the weight gradients of heads' norms over their tokens
 SUM_BLOCK = 1024  # columns that a program sums over experts
 ZERO_BLOCK = 4096  # elements that a program fills with zeros
 
@@ -45,16 +44,6 @@ def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     assert not interleaved, "rotary_interleaved is never set"
     rotated: Tensor = _Rotate.apply(states, angles)  # type: ignore[no-untyped-call]
     return rotated
-
-
-def split_heads(mixed: Tensor, norms: tuple[Tensor, Tensor], eps: float, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits `mixed` [s, b, groups, (r + 2) d]: r queries, a key and a value of d numbers in each group.
-
-    Returns queries [s, b, groups r, d] and keys [s, b, groups, d], normalized with the weights `norms` [d] and rotated by
-    `angles` [s, 1, 1, d], rounded once, and the values.
-    """
-    heads: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(mixed, *norms, eps, angles)  # type: ignore[no-untyped-call]
-    return heads
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -117,166 +106,6 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     target = rotated + (token * heads + head) * size + column
     tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
     tl.store(target + half, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
-
-
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, query_norm: Tensor, key_norm: Tensor, eps: float, angles: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, size = mixed.contiguous(), len(query_norm)
-        (length, batch, groups, width) = mixed.shape
-        queries = mixed.new_empty(length, batch, groups * (width // size - 2), size)
-        keys, values = (mixed.new_empty(length, batch, groups, size) for _ in range(2))
-        ctx.save_for_backward(mixed, query_norm, key_norm, angles)
-        ctx.eps = eps
-        norms = query_norm, key_norm
-        _run_heads((mixed, *norms, angles), (queries, keys, values), mixed, mixed, length * batch, eps, backward=False)
-        return queries, keys, values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        inputs = mixed, query_norm, key_norm, _ = ctx.saved_tensors
-        heads = tuple(grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
-        programs = min(HEAD_PROGRAMS, mixed.shape[0] * mixed.shape[1])
-        grad, parts = torch.empty_like(mixed), torch.empty(programs, 2, len(query_norm), device=mixed.device)
-        _run_heads(inputs, heads, grad, parts, programs, ctx.eps, backward=True)
-        of_queries, of_keys = parts.sum(0)
-        return grad, of_queries.to(query_norm.dtype), of_keys.to(key_norm.dtype), None, None
-
-
-def _run_heads(
-    inputs: tuple[Tensor, ...],
-    heads: tuple[Tensor, ...],
-    grad: Tensor,
-    parts: Tensor,
-    programs: int,
-    eps: float,
-    *,
-    backward: bool,
-) -> None:
-    (length, batch, groups, width), size = inputs[0].shape, len(inputs[1])
-    ratio, strides = width // size - 2, [stride for head in heads for stride in head.stride()[:3]]
-    blocks = (*map(triton.next_power_of_2, (groups * ratio, groups)), size // 2, triton.next_power_of_2(size // 2))
-    _heads_kernel[(programs,)](
-        *(*inputs, *heads, grad, parts, length * batch, batch, *strides, inputs[3].stride(0), eps, groups, ratio, *blocks),
-        *(triton.cdiv(length * batch, programs), backward),
-        num_warps=4 if blocks[0] * blocks[3] <= 1024 else 8,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _unit_heads(source, inside, half: tl.constexpr, eps):  # type: ignore[no-untyped-def]
-    """Loads both halves of heads; returns them divided by the root mean square, and 1 over it."""
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=1) / (2 * half) + eps)[:, None]
-    return first * scale, second * scale, scale
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _turn_heads(  # type: ignore[no-untyped-def]
-    source, target, inside, gain_1, gain_2, cos, sin, half: tl.constexpr, eps
-):
-    unit_1, unit_2, _ = _unit_heads(source, inside, half, eps)
-    normed_1, normed_2 = unit_1 * gain_1, unit_2 * gain_2
-    tl.store(target, (normed_1 * cos - normed_2 * sin).to(target.dtype.element_ty), mask=inside)
-    tl.store(target + half, (normed_2 * cos + normed_1 * sin).to(target.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _turn_heads_back(  # type: ignore[no-untyped-def]
-    source, upper, target, inside, gain_1, gain_2, cos, sin, half: tl.constexpr, eps
-):
-    """Stores the gradient of heads, and returns that of both halves of the weight."""
-    unit_1, unit_2, scale = _unit_heads(source, inside, half, eps)
-    upper_1 = tl.load(upper, mask=inside, other=0.0).to(tl.float32)
-    upper_2 = tl.load(upper + half, mask=inside, other=0.0).to(tl.float32)
-    turned_1, turned_2 = upper_1 * cos + upper_2 * sin, upper_2 * cos - upper_1 * sin
-    scaled_1, scaled_2 = turned_1 * gain_1, turned_2 * gain_2
-    mean = tl.sum(scaled_1 * unit_1 + scaled_2 * unit_2, axis=1)[:, None] / (2 * half)
-    tl.store(target, ((scaled_1 - unit_1 * mean) * scale).to(target.dtype.element_ty), mask=inside)
-    tl.store(target + half, ((scaled_2 - unit_2 * mean) * scale).to(target.dtype.element_ty), mask=inside)
-    return tl.sum(turned_1 * unit_1, axis=0), tl.sum(turned_2 * unit_2, axis=0)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _heads_kernel(  # type: ignore[no-untyped-def]
-    mixed,
-    query_norm,
-    key_norm,
-    angles,
-    queries,
-    keys,
-    values,
-    grad,
-    parts,
-    tokens,
-    batch,
-    query_s,
-    query_b,
-    query_h,
-    key_s,
-    key_b,
-    key_h,
-    value_s,
-    value_b,
-    value_h,
-    stride_angle,
-    eps,
-    groups: tl.constexpr,
-    ratio: tl.constexpr,
-    query_block: tl.constexpr,
-    key_block: tl.constexpr,
-    half: tl.constexpr,
-    half_block: tl.constexpr,
-    turns,
-    backward: tl.constexpr,
-):
-    """Writes `queries`, `keys` and `values`; with `backward` reads their gradients, and writes `grad` and `parts`."""
-    column, size = tl.arange(0, half_block)[None, :], 2 * half
-    real, query, key = column < half, tl.arange(0, query_block)[:, None], tl.arange(0, key_block)[:, None]
-    query_1 = tl.load(query_norm + column, mask=real, other=0.0).to(tl.float32)
-    query_2 = tl.load(query_norm + half + column, mask=real, other=0.0).to(tl.float32)
-    key_1 = tl.load(key_norm + column, mask=real, other=0.0).to(tl.float32)
-    key_2 = tl.load(key_norm + half + column, mask=real, other=0.0).to(tl.float32)
-    total_1, total_2 = tl.zeros((half_block,), tl.float32), tl.zeros((half_block,), tl.float32)
-    total_3, total_4 = tl.zeros((half_block,), tl.float32), tl.zeros((half_block,), tl.float32)
-    for turn in range(turns):
-        token = tl.program_id(0).to(tl.int64) * turns + turn
-        position, row, here = token // batch, token % batch, real & (token < tokens)
-        angle = tl.load(angles + position * stride_angle + column, mask=here, other=0.0)
-        cos, sin = tl.cos(angle), tl.sin(angle)
-        base = token * (groups * (ratio + 2) * size) + column
-        of_query = base + (query // ratio * (ratio + 2) + query % ratio) * size
-        of_key = base + (key * (ratio + 2) + ratio) * size
-        query_here, key_here = here & (query < groups * ratio), here & (key < groups)
-        query_at = queries + position * query_s + row * query_b + query * query_h + column
-        key_at = keys + position * key_s + row * key_b + key * key_h + column
-        value_at = values + position * value_s + row * value_b + key * value_h + column
-        if backward:
-            one, two = _turn_heads_back(
-                mixed + of_query, query_at, grad + of_query, query_here, query_1, query_2, cos, sin, half, eps
-            )
-            total_1 += one
-            total_2 += two
-            one, two = _turn_heads_back(mixed + of_key, key_at, grad + of_key, key_here, key_1, key_2, cos, sin, half, eps)
-            total_3 += one
-            total_4 += two
-            tl.store(grad + of_key + size, tl.load(value_at, mask=key_here), mask=key_here)
-            tl.store(grad + of_key + size + half, tl.load(value_at + half, mask=key_here), mask=key_here)
-        else:
-            _turn_heads(mixed + of_query, query_at, query_here, query_1, query_2, cos, sin, half, eps)
-            _turn_heads(mixed + of_key, key_at, key_here, key_1, key_2, cos, sin, half, eps)
-            tl.store(value_at, tl.load(mixed + of_key + size, mask=key_here), mask=key_here)
-            tl.store(value_at + half, tl.load(mixed + of_key + size + half, mask=key_here), mask=key_here)
-    if backward:
-        place = tl.arange(0, half_block)
-        part = parts + tl.program_id(0).to(tl.int64) * (2 * size) + place
-        tl.store(part, total_1, mask=place < half)
-        tl.store(part + half, total_2, mask=place < half)
-        tl.store(part + size, total_3, mask=place < half)
-        tl.store(part + size + half, total_4, mask=place < half)
 
 
 class _Swiglu(torch.autograd.Function):
