@@ -122,7 +122,7 @@ def option_chosen(prompts: list[str], completions: list[str], references: list[s
 
 
 _CHOICE = re.compile(r"(?:\\boxed\{(?:\\text\w*\{)?|[Aa]nswer(?: is)?:?)[\s*]*\(?([A-J])\b")
-_LETTER = re.compile(r"\A\s*\(?([A-J])(?:[.)]|\s*\Z)")
+_LETTER = re.compile(r"\A\s*\(?([A-J])(?:[.)](?![A-Za-z]\.)|\s*\Z)")  # not `E.g.`
 
 
 def instructions_followed(

@@ -234,6 +234,8 @@ def test_a_prompt_needs_its_question(prompt: str) -> None:
         ("Cats bark", ""),
         ("the answer is that Cats bark", ""),
         ("I think C", ""),
+        ("E.g. cats bark.", ""),
+        ("I.e. it is 4. The answer is (B).", "B"),
     ],
 )
 def test_the_last_choice_counts(completion: str, letter: str) -> None:
