@@ -227,7 +227,8 @@ class EvaluationConfig(Section):
     """Steps between further evaluations. 0: none."""
 
     prompt: str = "{question}\n\n{instruction}"
-    """The text of a prompt, or of a user turn, with `{question}` and the set's own `{instruction}` of how to answer."""
+    """The text of a prompt, or of a user turn, with `{question}` and the set's own `{instruction}` of how to answer. Without
+    a chat template, completions are marked up to a line that begins as that of `{question}`, but for `ifeval`."""
 
     max_samples: PositiveInt | None = None
     """Maximum number of questions of each set. null: all."""
@@ -236,7 +237,7 @@ class EvaluationConfig(Section):
     @classmethod
     def _has_a_question(cls, prompt: str) -> str:
         try:
-            if "?" in prompt.format(question="?", instruction="") and "?" not in prompt.format(question="", instruction=""):
+            if "\0" in prompt.format(question="\0", instruction=""):
                 return prompt
         except (LookupError, ValueError):
             pass

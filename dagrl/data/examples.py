@@ -60,7 +60,8 @@ class Example:
     A conversation has `messages`, which end with an assistant turn. Its `prompt` is empty and its `response` is the content
     of that turn. `tools` and `variables` are passed to the chat template. `columns` are all columns of its row, for
     rewards; `task` is its name in `data.mixture`. `rejected` is the same with the worse answer, for preferences; `label`
-    says whether a single answer is desirable.
+    says whether a single answer is desirable. Rewards get completions of a plain `prompt` up to a line that begins with
+    `until`, if there is one.
     """
 
     prompt: str
@@ -73,6 +74,7 @@ class Example:
     variables: Mapping[str, Json] = field(default_factory=dict)
     rejected: Example | None = None
     label: bool | None = None
+    until: str = ""
 
     @property
     def media(self) -> tuple[Medium, ...]:

@@ -53,7 +53,8 @@ DIFFERENCES = {
 class Prompt:
     """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example.
 
-    `tools` are those that the chat template showed, and `variables` are further ones of the template.
+    `tools` are those that the chat template showed, and `variables` are further ones of the template. The reward gets a
+    completion up to a line that begins with `until`, if there is one.
     """
 
     text: str
@@ -66,6 +67,7 @@ class Prompt:
     tools: Sequence[Json] = ()
     media: RowMedia | None = None
     variables: Mapping[str, Json] = field(default_factory=dict)
+    until: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -149,7 +151,8 @@ def encode_prompts(
         tokens = _prompt_tokens(encoded.ids, example, before)
         media = _row_media(encoded, text, example.messages[:-1], processor)
         media = None if media is None else media.padded(len(before), 0)
-        prompts.append(Prompt(text.text, tokens, *fields, media, example.variables))
+        until = "" if example.messages else example.until  # a chat template ends turns by itself
+        prompts.append(Prompt(text.text, tokens, *fields, media, example.variables, until))
     return prompts
 
 

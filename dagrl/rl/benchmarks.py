@@ -35,6 +35,7 @@ class Benchmark:
     instruction: str = BOXED
     split: str = "test"
     subset: str | None = None
+    whole: bool = False  # marked with what a base model writes after its answer, as instructions are about all of it
 
 
 def _column(*names: str) -> Callable[[Row], str]:
@@ -106,7 +107,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         subset="gpqa_diamond",
     ),
     "ifeval": Benchmark(
-        *("google/IFEval", _column("prompt"), _instructions, "dagrl.rl.benchmarks:instructions_followed", ""), split="train"
+        *("google/IFEval", _column("prompt"), _instructions, "dagrl.rl.benchmarks:instructions_followed", ""),
+        split="train",
+        whole=True,
     ),
 }
 
@@ -170,7 +173,9 @@ def _example(benchmark: Benchmark, prompt: str, row: Row, source: str, keys: Dat
     try:
         question, answer = benchmark.question(row), benchmark.answer(row)
         text = prompt.format(question=question, instruction=benchmark.instruction).rstrip(" \n")
-        return Example(text, answer, source=source, columns=row)
+        before = prompt.format(question="\0", instruction=benchmark.instruction).partition("\0")[0]
+        until = "" if benchmark.whole else before.strip().rpartition("\n")[2]
+        return Example(text, answer, source=source, columns=row, until=until)
     except KeyError as error:
         found = ", ".join(row)
         raise DataError(f"{source} has no column {error}; found: {found}; expected: those of {benchmark.path}") from error

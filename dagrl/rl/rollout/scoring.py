@@ -63,7 +63,7 @@ def reward_texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[
     """Returns the positional arguments of reward functions: prompts, completions and references."""
     return (
         [sample.prompt.text for sample in samples],
-        [sample.text for sample in samples],
+        [sample.text.partition(f"\n{end}")[0] if (end := sample.prompt.until) else sample.text for sample in samples],
         [sample.prompt.reference for sample in samples],
     )
 

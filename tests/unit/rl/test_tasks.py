@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import string
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -11,13 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dagrl.config import EvaluationConfig
+from dagrl.config import DataConfig, EvaluationConfig
 from dagrl.data import Example
+from dagrl.data.examples import with_chat
 from dagrl.data.media import MediaProcessor, load_processor
 from dagrl.data.tokenization import encode_prompts
 from dagrl.errors import ConfigError, DataError
 from dagrl.rl.benchmarks import BENCHMARKS, load_sets, option_chosen, rewards_of_sets
+from dagrl.rl.rewards import math_answer
+from dagrl.rl.rollout.episodes import Episode, Sample
+from dagrl.rl.rollout.scoring import reward_texts
 from dagrl.rl.tasks import CELL, COLOURS, NUMBERS, SIDE, arithmetic, shapes
+from dagrl.run.model import character_tokenizer
 from recipes.gemma3_270m.tasks import PROMPT, final_answer, prepare, stories
 from recipes.shapes.make import make
 
@@ -176,6 +182,30 @@ def test_prompts_may_be_written_as_a_model_knows_them(tmp_path: Path) -> None:
     sets = (written(tmp_path, "gsm8k", ROWS["gsm8k"]), written(tmp_path, "aime24", ROWS["aime24"]))
     examples = load_sets(EvaluationConfig(sets=sets, prompt="Question: {question}\nAnswer:"))
     assert [example.prompt for example in examples] == ["Question: What is 2+2?\nAnswer:"] * 2
+
+
+@pytest.mark.parametrize(
+    "prompt, until",
+    [
+        ("Question: {question}\nAnswer:", "Question:"),
+        ("Problem: 1+1?\nAnswer: 2\n\nProblem:\n{question}\nAnswer:", "Problem:"),
+        ("{question}\n\n{instruction}", ""),
+    ],
+)
+def test_answers_of_base_models_are_marked_up_to_a_further_question(prompt: str, until: str, tmp_path: Path) -> None:
+    sets = tuple(written(tmp_path, name, ROWS[name]) for name in ("gsm8k", "mmlu_pro", "ifeval"))
+    examples = load_sets(EvaluationConfig(sets=sets, prompt=prompt))
+    tokenizer = character_tokenizer(string.printable, chat_template="{{ messages[0].content }}")
+    chat = with_chat(examples[0], DataConfig(apply_chat_template=True))
+    prompts = encode_prompts([*examples, chat], tokenizer)
+    run_on = " 2+2 = 4. The answer is B.\n\nQuestion: What is 3+3?\nAnswer: 6\n\nProblem: Which?\nAnswer: A"
+    prompts, completions, references = reward_texts([Sample(item, Episode(item, 0, 99), run_on) for item in prompts])
+    judged = run_on.partition(f"\n{until}")[0] if until else run_on
+    assert completions == [judged, judged, run_on, run_on], "instructions are about all, and chat templates end turns"
+    assert option_chosen(prompts[1:2], completions[1:2], references[1:2]) == [bool(until)]
+    pytest.importorskip("math_verify")
+    right = math_answer(prompts[::3], completions[::3], references[::3])
+    assert right == [until == "Question:", False]
 
 
 def test_unknown_sets_and_columns_are_one_error(tmp_path: Path) -> None:
