@@ -61,6 +61,15 @@ def test_requests_that_wait_for_a_slot_see_no_old_prefix(started: Started) -> No
         assert (torch.tensor(rows[name].logprobs).double() - new).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("cached", [0, 9, 60])
+def test_a_reset_leaves_no_block_that_a_hash_finds(started: Started, cached: int) -> None:
+    engine, _ = started
+    assert engine.on_all(vllm_calls.forget_blocks, cached, False) == [(True, 0, 0)] * engine.tp
+    if cached:
+        refused = engine.on_all(vllm_calls.forget_blocks, cached, True)
+        assert refused == [(False, 2 * cached, cached)] * engine.tp, "a block in use keeps all"
+
+
 def test_no_token_from_torn_weights(started: Started) -> None:
     engine, checkpoints = started
     engine.on_all(vllm_calls.tear_weights, checkpoints[1])

@@ -304,6 +304,27 @@ def generate_with_hits(worker: Any, batch: Any) -> tuple[Any, list[int]]:
         return worker.generate(batch), hits
 
 
+def forget_blocks(worker: Any, cached: int, used: bool) -> tuple[bool, int, int]:
+    """Resets a pool of 64 blocks, of which `cached` have two hashes each that two share, and one is in use if `used`.
+
+    Returns whether it was done, how many hashes of blocks then find one, and how many blocks have one.
+    """
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool = BlockPool(64, True, 16)
+    every, blocks = pool.blocks, pool.get_new_blocks(cached)
+    names = [b"%d" % (number // 2) + bytes(4) for number in range(cached)]  # the last four bytes number a group
+    for name, block in zip(names, blocks, strict=True):
+        pool._insert_block_hash(name, block, 16)
+        pool._insert_block_hash(b"second" + name, block, 32)
+    pool.free_blocks(blocks[used:])
+    assert sum(block.block_hash is not None for block in every) == cached
+    done = pool.reset_prefix_cache()
+    assert pool.blocks is every
+    found = [pool.cached_block_hash_to_block.get_one_block(prefix + name) for name in names for prefix in (b"", b"second")]
+    return done, sum(block is not None for block in found), sum(block.block_hash is not None for block in every)
+
+
 def recompute(worker: Any) -> None:
     """Lets running requests compute all their tokens again, as a weight update in flight may."""
     worker._engine.set_version(1, recompute=True)

@@ -20,7 +20,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -266,6 +266,30 @@ def sample_by_our_kernels() -> None:
         sampler.gumbel_sample = draw
     if scored is not None:
         sampler.compute_topk_scores = scores
+
+
+@functools.cache
+def reset_cached_blocks_alone() -> None:
+    """Makes resets of vLLM's prefix cache visit the cached blocks alone, if they are few. No other block has a hash.
+
+    Blocks with reuse watchers (since 0.32) are looked up in the whole list.
+    """
+    from vllm.v1.core.block_pool import BlockPool
+
+    whole: Callable[[Any], bool] = BlockPool.reset_prefix_cache
+
+    def reset(pool: Any) -> bool:
+        every, cached = pool.blocks, getattr(pool.cached_block_hash_to_block, "_cache", None)
+        if cached is None or 4 * len(cached) > len(every) or getattr(pool, "_reuse_watchers", None):
+            return whole(pool)
+        found = (entry.values() if isinstance(entry, dict) else (entry,) for entry in cached.values())
+        pool.blocks = chain.from_iterable(found)
+        try:
+            return whole(pool)
+        finally:
+            pool.blocks = every
+
+    BlockPool.reset_prefix_cache = reset
 
 
 def attend_decodes(config: VllmConfig) -> None:

@@ -130,6 +130,7 @@ def start_engine(
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
     features.sample_by_our_kernels()
+    features.reset_cached_blocks_alone()
     features.attend_decodes(engine_config)
     executor = _executor_class(rendezvous, recorder)
     # An agent's requests choose their own parameters, so its engines warm up all that vLLM has.
