@@ -17,16 +17,21 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    draw(json.loads(options.results.read_text())["rows"], options.output)
+    rows = json.loads(options.results.read_text()).get("rows", [])
+    held_out = [row for row in rows if row.get("stage") == "stories" and "held_out" in row]
+    if not held_out:
+        parser.error(
+            f"{options.results} has no rows of stories with their held-out rate; expected: some, as in gemma3_270m.json"
+        )
+    draw(held_out, options.output)
 
 
-def draw(rows: Sequence[Mapping[str, Any]], output: Path) -> None:
+def draw(held_out: Sequence[Mapping[str, Any]], output: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    held_out = [row for row in rows if row["stage"] == "stories" and "held_out" in row]
     figure, (clock, steps) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     for side, (label, color) in SIDES.items():
         mine = [row for row in held_out if row["side"] == side]

@@ -24,8 +24,11 @@ from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import reward_texts
 from dagrl.rl.tasks import CELL, COLOURS, NUMBERS, SIDE, arithmetic, shapes
 from dagrl.run.model import character_tokenizer
+from recipes.gemma3_270m import plot
 from recipes.gemma3_270m.tasks import PROMPT, final_answer, prepare, stories
 from recipes.shapes.make import make
+
+RESULTS = Path(__file__).parents[3] / "dagrl/bench/results"
 
 
 def operands(example: Example) -> tuple[int, int]:
@@ -121,6 +124,14 @@ def test_the_same_seed_makes_the_same_stories() -> None:
     assert stories(2, 20, 5) == stories(2, 20, 5) != stories(2, 20, 5, seed=1)
     with pytest.raises(ValueError, match="expected: at least 1 each"):
         stories(0)
+
+
+def test_a_result_without_a_curve_is_not_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    results = RESULTS / "1x-nvidia-h200/2026-11-29/gemma3_270m_ways.json"
+    monkeypatch.setattr("sys.argv", ["plot", str(results), "-o", "unwritten.png"])
+    with pytest.raises(SystemExit):
+        plot.main()
+    assert "gemma3_270m_ways.json has no rows of stories with their held-out rate; expected" in capsys.readouterr().err
 
 
 def test_short_questions_of_gsm8k_leave_out_those_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
