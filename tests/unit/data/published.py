@@ -8,6 +8,7 @@ what is left out of earlier turns. `end` is the token that a turn ends with, fro
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -72,11 +73,7 @@ def _byte_level(kind: str) -> Tokenizer:
 
 
 def _sentencepiece(kind: str) -> Tokenizer:
-    letters = (
-        "\u2581\n" + "".join(map(chr, range(33, 127)))
-        if kind != "gemma"
-        else "\u2581\n\t" + "".join(map(chr, range(33, 127)))
-    )
+    letters = "\u2581\n" + "\t" * (kind == "gemma") + "".join(map(chr, range(33, 127)))
     words, merges = _spelled({" ": "\u2581"})
     spaced = [("\u2581", "the"), ("\u2581", "and"), ("\u2581", "it")]
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words, *(a + b for a, b in spaced)]
@@ -97,10 +94,9 @@ def _sentencepiece(kind: str) -> Tokenizer:
     else:
         scheme = {"first": "first", "unigram": "always", "never": "never"}[kind]
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme=scheme, split=kind == "unigram")
+    decoding = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     strip = [] if kind in ("gemma", "never") else [decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    tokenizer.decoder = decoders.Sequence([*decoding, *strip])
     return tokenizer
 
 
@@ -111,9 +107,8 @@ def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
     tokens = dict.fromkeys([*names.values(), *map(str, kind.added)])
     given = {str(token): token for token in kind.added}
     made.add_special_tokens([given.get(token, AddedToken(token, normalized=False)) for token in tokens])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, clean_up_tokenization_spaces=False, **names, add_eos_token=kind.appends_eos
-    )
+    options = {**names, "clean_up_tokenization_spaces": False, "add_eos_token": kind.appends_eos}
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, **options)
     fast.chat_template = kind.template
     return fast
 
@@ -135,20 +130,13 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
+_THOUGHT = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
 QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
     "{% endfor %}"
-    + CHATML.replace(
-        "{{ m.content or '' }}",
-        "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
-        "{{ m.content or '' }}",
-    )
-)
-
-QWEN35 = CHATML.replace(
-    "{{ m.content or '' }}",
-    "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content or '' }}",
-).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+) + CHATML.replace("{{ m.content or '' }}", "{% if m.role == 'assistant' and loop.index0 > ns.last %}" + _THOUGHT)
+QWEN35 = CHATML.replace("{{ m.content or '' }}", "{% if m.role == 'assistant' %}" + _THOUGHT)
+QWEN35 = QWEN35.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
@@ -206,14 +194,8 @@ MISTRAL3 = (
     '{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}{{ \', \' if not loop.last }}{% endfor %}]'
     "{{ eos_token }}{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-MISTRAL_TOKENS = (
-    "[INST]",
-    "[/INST]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_CALLS]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
+MISTRAL_TOKENS = tuple(
+    "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]".split()
 )
 TEKKEN = MISTRAL3.replace("[INST] {{", "[INST]{{").replace(" {{ m.content | trim }}", "{{ m.content }}")
 
@@ -248,15 +230,8 @@ R1_DISTILL = (
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|><think>\n{% endif %}"
 )
 DEEPSEEK_TOKENS = (
-    "<|User|>",
-    "<|Assistant|>",
-    "<|tool_call|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_end|>",
-    "<|tool_output|>",
-    "<|tool_output_end|>",
-    "<think>",
-    "</think>",
+    *("<|User|>", "<|Assistant|>", "<|tool_call|>", "<|tool_call_end|>", "<|tool_calls_end|>"),
+    *("<|tool_output|>", "<|tool_output_end|>", "<think>", "</think>"),
 )
 
 GLM = (
@@ -265,16 +240,7 @@ GLM = (
     "{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>{% endfor %}\n</tool_call>"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-GLM_TOKENS = (
-    "[gMASK]",
-    "<sop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<tool_call>",
-    "</tool_call>",
-)
+GLM_TOKENS = tuple("[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <tool_call> </tool_call>".split())
 
 HARMONY = (
     "<|start|>system<|message|>You are ChatGPT.<|end|>{% set ns = namespace(called='f') %}{% for m in messages %}"
@@ -318,14 +284,8 @@ METHARME = (
     "{{ bos_token }}{% for m in messages %}<|{{ 'model' if m.role == 'assistant' else m.role }}|>{{ m.content }}"
     "{{ eos_token if loop.last and m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}"
 )
-COMMAND_TOKENS = (
-    "<|START|>",
-    "<|CHATBOT|>",
-    "<|USER|>",
-    "<|SYSTEM|>",
-    "<|START_RESPONSE|>",
-    "<|END_RESPONSE|>",
-    "<|END_OF_TURN|>",
+COMMAND_TOKENS = tuple(
+    "<|START|> <|CHATBOT|> <|USER|> <|SYSTEM|> <|START_RESPONSE|> <|END_RESPONSE|> <|END_OF_TURN|>".split()
 )
 SMOLLM3 = CHATML.replace(
     "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n",
@@ -339,17 +299,8 @@ KIMI = (
     " else c.function.arguments | tojson }}{% endfor %}<|calls_end|>{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-KIMI_TOKENS = (
-    "<|im_system|>",
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "<|im_tool|>",
-    "<|im_middle|>",
-    "<|im_end|>",
-    "<|calls|>",
-    "<|args|>",
-    "<|calls_end|>",
-)
+_KIMI = ("im_system", "im_user", "im_assistant", "im_tool", "im_middle", "im_end", "calls", "args", "calls_end")
+KIMI_TOKENS = tuple(f"<|{name}|>" for name in _KIMI)
 PLAIN_END = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 VICUNA = (
     "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% elif m.role == 'assistant' %}ASSISTANT: {{ m.content }}"
@@ -445,101 +396,60 @@ GLM_TRAINING = (
 QWQ = CHATML.replace("{{ m.content or '' }}", "{{ m.content.strip() if not loop.last else m.content or '' }}")
 
 IM_END = "<|im_end|>"
+S: dict[str, Any] = {"bos": "<s>", "eos": "</s>"}
+DEEPSEEK: dict[str, Any] = {"added": DEEPSEEK_TOKENS, "bos": "<|begin|>", "eos": "<|end|>"}
+GEMMA_TURNS = ("<start_of_turn>", "<end_of_turn>")
+LLAMA4_TOKENS = ("<|header_start|>", "<|header_end|>", "<|eot|>", "<|python_start|>", "<|python_end|>")
+PHI4_TOKENS = tuple(AddedToken(f"<|im_{name}|>", lstrip=True, rstrip=True) for name in ("start", "sep", "end"))
+METHARME_TURNS = ("<|model|>", "<|user|>")
+GRANITE_TOKENS = ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
+NORMALIZED = tuple(AddedToken(token, normalized=True) for token in CHATML_TOKENS)
 KINDS = (
     Kind("Qwen2.5", "nfc", IM_END, CHATML, CHATML_TOKENS),
     Kind("Qwen3", "nfc", IM_END, QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), again=False),
     Kind("Qwen3.5", "nfc", IM_END, QWEN35, (*CHATML_TOKENS, "<think>", "</think>"), opens_alike=False),
     Kind("Yi", "gemma", IM_END, CHATML, CHATML_TOKENS),
-    Kind("InternLM2", "legacy", IM_END, CHATML, CHATML_TOKENS, bos="<s>", eos="</s>"),
-    Kind("Llama 2", "legacy", "</s>", LLAMA2, bos="<s>", eos="</s>", tools=False),
-    Kind("Llama 2, not legacy", "first", "</s>", LLAMA2, bos="<s>", eos="</s>", tools=False),
-    Kind("TinyLlama", "legacy", "</s>", ZEPHYR, bos="<s>", eos="</s>", tools=False),
-    Kind("Zephyr, EOS appended", "first", "</s>", ZEPHYR, bos="<s>", eos="</s>", tools=False, appends_eos=True),
+    Kind("InternLM2", "legacy", IM_END, CHATML, CHATML_TOKENS, **S),
+    Kind("Llama 2", "legacy", "</s>", LLAMA2, **S, tools=False),
+    Kind("Llama 2, not legacy", "first", "</s>", LLAMA2, **S, tools=False),
+    Kind("TinyLlama", "legacy", "</s>", ZEPHYR, **S, tools=False),
+    Kind("Zephyr, EOS appended", "first", "</s>", ZEPHYR, **S, tools=False, appends_eos=True),
     Kind("Llama 3", "tiktoken", "<|eot_id|>", LLAMA3, LLAMA3_TOKENS, bos="<|begin_of_text|>"),
     Kind("Llama 3.1, dated", "tiktoken", "<|eot_id|>", DATED, LLAMA3_TOKENS, bos="<|begin_of_text|>"),
-    Kind(
-        "Llama 4",
-        "tiktoken",
-        "<|eot|>",
-        LLAMA4,
-        ("<|header_start|>", "<|header_end|>", "<|eot|>", "<|python_start|>", "<|python_end|>"),
-        bos="<|begin_of_text|>",
-    ),
-    Kind(
-        "Gemma", "gemma", "<end_of_turn>", GEMMA, ("<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<eos>", tools=False
-    ),
-    Kind("Mistral v1", "legacy", "</s>", MISTRAL1, bos="<s>", eos="</s>", tools=False),
-    Kind("Mistral v3", "first", "</s>", MISTRAL3, MISTRAL_TOKENS, bos="<s>", eos="</s>"),
-    Kind("Mistral tekken", "tiktoken", "</s>", TEKKEN, MISTRAL_TOKENS, bos="<s>", eos="</s>"),
+    Kind("Llama 4", "tiktoken", "<|eot|>", LLAMA4, LLAMA4_TOKENS, bos="<|begin_of_text|>"),
+    Kind("Gemma", "gemma", "<end_of_turn>", GEMMA, GEMMA_TURNS, bos="<bos>", eos="<eos>", tools=False),
+    Kind("Mistral v1", "legacy", "</s>", MISTRAL1, **S, tools=False),
+    Kind("Mistral v3", "first", "</s>", MISTRAL3, MISTRAL_TOKENS, **S),
+    Kind("Mistral tekken", "tiktoken", "</s>", TEKKEN, MISTRAL_TOKENS, **S),
     Kind("Phi-3", "legacy", "<|end|>", PHI3, PHI3_TOKENS, bos="<s>", tools=False),
     Kind("Phi-4-mini", "gpt2", "<|end|>", PHI3, tuple(map(str, PHI3_TOKENS)), tools=False),
-    Kind(
-        "Phi-4",
-        "gpt2",
-        IM_END,
-        PHI4,
-        (
-            AddedToken("<|im_start|>", lstrip=True, rstrip=True),
-            AddedToken("<|im_sep|>", lstrip=True, rstrip=True),
-            AddedToken("<|im_end|>", lstrip=True, rstrip=True),
-        ),
-        tools=False,
-    ),
-    Kind("DeepSeek V3", "gpt2", "<|end|>", DEEPSEEK3, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
-    Kind("DeepSeek R1", "gpt2", "<|end|>", R1, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
-    Kind("R1-Distill", "gpt2", "<|end|>", R1_DISTILL, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
+    Kind("Phi-4", "gpt2", IM_END, PHI4, PHI4_TOKENS, tools=False),
+    Kind("DeepSeek V3", "gpt2", "<|end|>", DEEPSEEK3, **DEEPSEEK),
+    Kind("DeepSeek R1", "gpt2", "<|end|>", R1, **DEEPSEEK, opens_alike=False),
+    Kind("R1-Distill", "gpt2", "<|end|>", R1_DISTILL, **DEEPSEEK, opens_alike=False),
     Kind("Gemma 4", "gemma", "<turn|> <|tool_response>", GEMMA4, GEMMA4_TOKENS, bos="<bos>", eos="<turn|>"),
     Kind("GLM-4.5", "tiktoken", "<|user|> <|observation|>", GLM, GLM_TOKENS, writes_end=False),
     Kind("gpt-oss", "tiktoken", "<|return|> <|call|>", HARMONY, HARMONY_TOKENS, again=False),
     Kind(
-        "Nemotron",
-        "unigram",
-        "<extra_id_1>",
-        NEMOTRON,
-        ("<extra_id_0>", "<extra_id_1>"),
-        bos="<s>",
-        eos="</s>",
-        tools=False,
-        writes_end=False,
+        "Nemotron", "unigram", "<extra_id_1>", NEMOTRON, ("<extra_id_0>", "<extra_id_1>"), **S, tools=False, writes_end=False
     ),
     Kind("OLMo", "gpt2", "<|endoftext|>", OLMO, bos="<|endoftext|>", tools=False),
-    Kind(
-        "Granite",
-        "gpt2",
-        "<|end_of_text|>",
-        GRANITE,
-        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
-        eos="<|end_of_text|>",
-    ),
+    Kind("Granite", "gpt2", "<|end_of_text|>", GRANITE, GRANITE_TOKENS, eos="<|end_of_text|>"),
     Kind("Command", "gpt2", "<|END_OF_TURN|>", COMMAND, COMMAND_TOKENS, bos="<BOS>", tools=False),
     Kind("Command A", "gpt2", "<|END_OF_TURN|>", COMMAND_A, COMMAND_TOKENS, bos="<BOS>", tools=False),
-    Kind(
-        "Metharme",
-        "first",
-        "</s>",
-        METHARME,
-        ("<|model|>", "<|user|>"),
-        bos="<s>",
-        eos="</s>",
-        again=False,
-        tools=False,
-        ends_between=False,
-    ),
+    Kind("Metharme", "first", "</s>", METHARME, METHARME_TURNS, **S, again=False, tools=False, ends_between=False),
     Kind("SmolLM3, marked", "tiktoken", IM_END, SMOLLM3, CHATML_TOKENS, tools=False),
     Kind("Kimi", "tiktoken", IM_END, KIMI, KIMI_TOKENS, eos="[EOS]"),
-    Kind("Vicuna", "never", "</s>", VICUNA, bos="<s>", eos="</s>", tools=False),
+    Kind("Vicuna", "never", "</s>", VICUNA, **S, tools=False),
     Kind("an end of plain text", "gpt2", "|", PLAIN_END, tools=False),
-    Kind(
-        "normalized ends",
-        "first",
-        IM_END,
-        CHATML,
-        tuple(AddedToken(token, normalized=True) for token in CHATML_TOKENS),
-        eos="</s>",
-    ),
+    Kind("normalized ends", "first", IM_END, CHATML, NORMALIZED, eos="</s>"),
 )
 
 _APRIEL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+_APERTUS_TOKENS = tuple(f"<|{role}_{edge}|>" for role in ("user", "assistant", "system") for edge in ("start", "end"))
+_APERTUS: dict[str, Any] = {"tokenizer": "gpt2", "eos": "<|assistant_end|>", "writes_end": False}
+_MOE_TOKENS = tuple(f"<|{edge}_{part}|>" for edge in ("START", "END") for part in ("ACTION", "TEXT", "THINKING"))
+_NANO: dict[str, Any] = {"tokenizer": "gpt2", "end": "<SPECIAL_12>", "template": NEMOTRON_NANO, "eos": "<SPECIAL_12>"}
 _NANO_TOKENS = ("<SPECIAL_11>", "<SPECIAL_12>")
 TWO_WAYS = {
     kind.name: replace(kind, again=False, opens_alike=kind.name == "QwQ")
@@ -548,38 +458,12 @@ TWO_WAYS = {
         Kind("Apriel-1.5, another EOS", "gpt2", "<|end|>", APRIEL, _APRIEL_TOKENS),
         Kind("Apriel-1.6", "tiktoken", "<|end|>", APRIEL16, _APRIEL_TOKENS, eos="<|end|>", writes_end=False),
         Kind("Apriel-1.6, another EOS", "tiktoken", "<|end|>", APRIEL16, _APRIEL_TOKENS, writes_end=False),
-        Kind(
-            "Apertus",
-            "gpt2",
-            "<|assistant_end|>",
-            APERTUS,
-            tuple(f"<|{role}_{edge}|>" for role in ("system", "user", "assistant") for edge in ("start", "end")),
-            eos="<|assistant_end|>",
-            tools=False,
-            writes_end=False,
-        ),
+        Kind("Apertus", end="<|assistant_end|>", template=APERTUS, added=_APERTUS_TOKENS, tools=False, **_APERTUS),
         Kind("Command R+", "gpt2", "<|END_OF_TURN|>", COMMAND_R, COMMAND_TOKENS, bos="<BOS>", eos="<|END_OF_TURN|>"),
-        Kind(
-            "Command MoE",
-            "gpt2",
-            "<|END_OF_TURN|>",
-            COMMAND_MOE,
-            (
-                *COMMAND_TOKENS,
-                *(f"<|{edge}_{part}|>" for edge in ("START", "END") for part in ("ACTION", "TEXT", "THINKING")),
-            ),
-            bos="<BOS>",
-        ),
-        Kind("Nemotron Nano", "gpt2", "<SPECIAL_12>", NEMOTRON_NANO, _NANO_TOKENS, eos="<SPECIAL_12>"),
-        Kind(
-            "Nemotron Nano, tags of tokens",
-            "gpt2",
-            "<SPECIAL_12>",
-            NEMOTRON_NANO,
-            (*_NANO_TOKENS, "<TOOLCALL>", "</TOOLCALL>"),
-            eos="<SPECIAL_12>",
-        ),
-        Kind("R1-Distill-Qwen", "gpt2", "<|end|>", R1_DISTILL_QWEN, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
+        Kind("Command MoE", "gpt2", "<|END_OF_TURN|>", COMMAND_MOE, (*COMMAND_TOKENS, *_MOE_TOKENS), bos="<BOS>"),
+        Kind("Nemotron Nano", **_NANO, added=_NANO_TOKENS),
+        Kind("Nemotron Nano, tags of tokens", **_NANO, added=(*_NANO_TOKENS, "<TOOLCALL>", "</TOOLCALL>")),
+        Kind("R1-Distill-Qwen", "gpt2", "<|end|>", R1_DISTILL_QWEN, **DEEPSEEK),
         Kind("QwQ", "nfc", IM_END, QWQ, CHATML_TOKENS),
     )
 }
@@ -588,20 +472,14 @@ TWO_WAYS = {
 WHOLE = [
     Kind(
         "Apertus, tools",
-        "gpt2",
-        "<|assistant_end|> <|tools_suffix|>",
-        APERTUS_TOOLS,
-        (
-            *(f"<|{role}_{edge}|>" for role in ("user", "assistant") for edge in ("start", "end")),
-            "<|tools_prefix|>",
-            "<|tools_suffix|>",
-        ),
-        eos="<|assistant_end|>",
+        end="<|assistant_end|> <|tools_suffix|>",
+        template=APERTUS_TOOLS,
+        added=(*_APERTUS_TOKENS[:4], "<|tools_prefix|>", "<|tools_suffix|>"),
         opens_alike=False,
-        writes_end=False,
+        **_APERTUS,
     ),
     Kind("Kimi K2", "tiktoken", IM_END, KIMI_K2, KIMI_TOKENS),
-    Kind("Mistral, system last", "legacy", "</s>", MISTRAL_SYSTEM, MISTRAL_TOKENS, bos="<s>", eos="</s>", again=False),
+    Kind("Mistral, system last", "legacy", "</s>", MISTRAL_SYSTEM, MISTRAL_TOKENS, **S, again=False),
     Kind("Bielik", "nfc", IM_END, BIELIK, CHATML_TOKENS),
     Kind("GLM-4.5, TRL", "tiktoken", "<|user|> <|observation|>", GLM_TRAINING, GLM_TOKENS),
 ]
