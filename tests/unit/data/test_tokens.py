@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig, PolicyConfig, TokenizerConfig
 from dagrl.data import Example
-from dagrl.data.chat import chat_of
+from dagrl.data.chat import Chat, chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
 from dagrl.data.replies import reply_row, reply_text, text_tokens
@@ -40,22 +40,11 @@ from dagrl.rl.generation import FinishedRequest
 from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
 from tests.unit.data.published import CHATML, COMMAND, GIGACHAT3, KINDS, MISTRAL1, TWO_WAYS, WHOLE, Kind, tokenizer_of
 
-
-def reply_tokens(*arguments: Any, **variables: Any) -> list[int]:
-    """Returns the tokens of a reply, for models that take no images."""
-    return reply_row(*arguments, **variables)[0]
-
-
 TEXTS = {
     "one": ["hello", "and it"],
     "several": ["hello it 5=5", "the hello and the\nit", "a\n\nb", "and"],
     "spaces": [" it ", "  hello\n", "the", " and"],
-    "unicode": [
-        "\U0001f469\u200d\U0001f467 \U0001f600",
-        "\u65e5\u672c\u8a9e e\u0301 \u00e9\u00e9",
-        "\u0627\u0644\u0639\u0631",
-        "\u200f\u05e9 \x07\x1f",
-    ],
+    "unicode": ["👩\u200d👧 😀", "日本語 e\u0301 éé", "\u0627\u0644\u0639\u0631", "\u200f\u05e9 \x07\x1f"],
     "long": ["the and it " * 300, "hello " * 300],
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -63,6 +52,20 @@ CALLS = [
     {"id": f"{number:09}", "type": "function", "function": {"name": "f", "arguments": {"a": letter}}}
     for number, letter in enumerate("xy")
 ]
+AS_TEXT = [
+    {**call, "function": {"name": "f", "arguments": json.dumps({"a": letter})}}
+    for call, letter in zip(CALLS, "xy", strict=True)
+]
+RESULTS = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": f"it is {call['id'][-1]}"} for call in CALLS]
+QUESTION = {"role": "user", "content": "hello"}
+CALLING = [QUESTION, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
+CHAIN = [
+    {"role": "system", "content": "the"},
+    *(QUESTION, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}, RESULTS[0]),
+    *({"role": "assistant", "content": None, "tool_calls": AS_TEXT[1:]}, RESULTS[1]),
+    *({"role": "assistant", "content": "and it"}, {"role": "user", "content": "a"}),
+]
+NAMED = {kind.name: kind for kind in (*KINDS, *TWO_WAYS.values(), *WHOLE)}
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 CALLING_KINDS = {kind.template: kind for kind in KINDS if kind.tools}.values()
 OTHERS = [TWO_WAYS[name] for name in ("Apriel-1.5", "Apriel-1.6", "Apertus", "Command MoE", "Nemotron Nano", "QwQ")]
@@ -74,6 +77,35 @@ def messages_of(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 def example_of(messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> Example:
     return demonstration_of({"messages": list(messages), "tools": list(tools) or None}, "row 1", DataConfig(path="x"))
+
+
+def encoded(
+    tokenizer: Kind | PreTrainedTokenizerFast,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Any] = (),
+    turns: Any = "all",
+) -> Demonstration:
+    """The only row of a conversation."""
+    tokenizer = tokenizer_of(tokenizer) if isinstance(tokenizer, Kind) else tokenizer
+    (row,) = encode_demonstrations([example_of(messages, tools)], tokenizer, turns)
+    return row
+
+
+def with_template(template: Any, kind: Kind = KINDS[0]) -> PreTrainedTokenizerFast:
+    tokenizer = copy.copy(tokenizer_of(kind))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def reply_tokens(
+    chat: Chat, turn: Sequence[int], said: Any, tools: Sequence[Any] = (), known: Any = (), stops: Sequence[int] = ()
+) -> list[int]:
+    """The tokens of a reply, for models that take no images."""
+    return reply_row(chat, turn, frozenset(stops), said, tools, 1000, known)[0]
+
+
+def finished(turn: list[int]) -> FinishedRequest:
+    return FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
 
 
 def truth(kind: Kind, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = (), *, opened: bool = False) -> list[int]:
@@ -116,6 +148,11 @@ def parts(row: Demonstration) -> list[list[int]]:
     return found
 
 
+def learned_in(tokenizer: Kind | PreTrainedTokenizerFast, row: Demonstration) -> list[str]:
+    tokenizer = tokenizer_of(tokenizer) if isinstance(tokenizer, Kind) else tokenizer
+    return [tokenizer.decode(part) for part in parts(row)]
+
+
 def squeezed(text: str) -> str:
     """The text as all tokenizers give it back: composed and without spaces."""
     return "".join(normalize("NFC", text).split())
@@ -127,9 +164,7 @@ def is_end(kind: Kind, token: int) -> bool:
 
 def sampled(kind: Kind, before: list[dict[str, Any]], text: str) -> list[int]:
     """A turn as generation samples it: the text's own tokens and the end."""
-    tokenizer = tokenizer_of(kind)
-    (row,) = encode_demonstrations([example_of([*before, {"role": "assistant", "content": text}])], tokenizer, "last")
-    (turn,) = parts(row)
+    (turn,) = parts(encoded(kind, [*before, {"role": "assistant", "content": text}], turns="last"))
     return turn
 
 
@@ -144,7 +179,7 @@ def test_turns_are_joined_by_the_templates_own_text(kind: Kind, end: str) -> Non
     turn = sampled(kind, [asked], "and it")
     turn = {"the template's": turn, "another": [*turn[:-1], other], "text": [*turn[:-1], text], "none": turn[:-1]}[end]
     prompt = truth(kind, [asked], opened=True)
-    reply = reply_tokens(chat, turn, frozenset({other, text}), [more], (), 1000)
+    reply = reply_tokens(chat, turn, [more], stops=(other, text))
     whole = truth(kind, [asked, answer, more], opened=True)
     kept = len(prompt) + len(turn) - (end != "none")
     if whole[:kept] == [*prompt, *turn][:kept]:
@@ -162,12 +197,8 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
     tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
     if len(calls) > 1 and "tool_calls[0]" in kind.template:
         calls = calls[:1]
-    text = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}} for call in calls
-    ]
-    results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "it is 5"} for call in calls]
-    rows, requests = [], []
-    for form in (calls, text):
+    results, rows, requests = RESULTS[: len(calls)], [], []
+    for form in (calls, AS_TEXT[: len(calls)]):
         turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": form}, *results]
         example = example_of([*turns, {"role": "assistant", "content": "and"}], TOOLS)
         (row,), (prompt,) = encode_demonstrations([example], tokenizer, "last"), encode_prompts([example], tokenizer)
@@ -180,12 +211,11 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
     if not kind.again or not kind.opens_alike:
         return
     prompt_tokens = truth(kind, turns[:1], TOOLS, opened=True)
-    (row,) = encode_demonstrations([example_of(turns[:2], TOOLS)], tokenizer, "last")
-    (turn,) = parts(row)
-    assert [*prompt_tokens, *turn, *reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)] == requests[0]
+    (turn,) = parts(encoded(kind, turns[:2], TOOLS, "last"))
+    assert [*prompt_tokens, *turn, *reply_tokens(chat, turn, results, TOOLS)] == requests[0]
     rest = requests[0][len(prompt_tokens) + len(turn) :]
     if kind.writes_end:
-        assert reply_tokens(chat, turn[:-1], frozenset(), results, TOOLS, 1000) == [turn[-1], *rest], "a string ended it"
+        assert reply_tokens(chat, turn[:-1], results, TOOLS) == [turn[-1], *rest], "a string ended it"
 
 
 @kinds
@@ -194,27 +224,12 @@ def test_an_agent_may_ask_again_without_a_message(kind: Kind) -> None:
     renderer, turns = Renderer(tokenizer, "hermes"), messages_of(TEXTS["one"])
     context = renderer.context(ChatBody(model="policy", messages=turns[:1]), agent)
     turn = sampled(kind, turns[:1], "and it")
-    result = FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
-    agent.add(Answer(context, result, message_key(turns[1]), trained=True))
+    agent.add(Answer(context, finished(turn), message_key(turns[1]), trained=True))
     following = renderer.context(ChatBody(model="policy", messages=turns), agent)
     whole, reply = truth(kind, turns, opened=True), list(following.tokens)
-    assert whole[len(whole) - len(reply) :] == reply == reply_tokens(chat_of(tokenizer), turn, frozenset(), [], (), 1000)
+    assert whole[len(whole) - len(reply) :] == reply == reply_tokens(chat_of(tokenizer), turn, [])
     if kind.again and kind.opens_alike and kind.writes_end:
         assert following.whole() == whole
-
-
-RESULTS = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": f"it is {call['id'][-1]}"} for call in CALLS]
-AS_TEXT = [{**call, "function": {"name": "f", "arguments": json.dumps(call["function"]["arguments"])}} for call in CALLS]
-CHAIN = [
-    {"role": "system", "content": "the"},
-    {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]},
-    RESULTS[0],
-    {"role": "assistant", "content": None, "tool_calls": AS_TEXT[1:]},
-    RESULTS[1],
-    {"role": "assistant", "content": "and it"},
-    {"role": "user", "content": "a"},
-]
 
 
 @pytest.mark.parametrize("kind", [*CALLING_KINDS, *WHOLE], ids=lambda kind: kind.name)
@@ -229,13 +244,11 @@ def test_replies_are_those_of_the_whole_conversation(kind: Kind) -> None:
             continue
         sent = [{key: turn[key] for key in turn if key != "name"} for turn in messages]
         context = renderer.context(ChatBody(model="policy", messages=sent[:place], tools=TOOLS), agent)
-        (row,) = encode_demonstrations([example_of(messages[: place + 1], TOOLS)], tokenizer, "last")
-        turn = parts(row)[-1]
-        result = FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
-        agent.add(Answer(context, result, message_key(message), trained=True))
+        turn = parts(encoded(kind, messages[: place + 1], TOOLS, "last"))[-1]
+        agent.add(Answer(context, finished(turn), message_key(message), trained=True))
         following = renderer.context(ChatBody(model="policy", messages=sent[: place + 2], tools=TOOLS), agent)
         known.append({"role": "assistant", "content": renderer.text(turn)})
-        assert list(following.tokens) == reply_tokens(chat, turn, frozenset(), [messages[place + 1]], TOOLS, 1000, known)
+        assert list(following.tokens) == reply_tokens(chat, turn, [messages[place + 1]], TOOLS, known)
         whole = truth(kind, shown(kind, messages[: place + 2]), TOOLS, opened=True)
         if kind.again and kind.opens_alike:
             assert following.whole() == whole
@@ -251,25 +264,22 @@ def test_the_end_follows_a_stop_that_is_written_inside_of_turns(stop: str, rest:
         template = kind.template.replace("</tool_call>", "</tool_call>" + rest)
         kind = replace(kind, template=template, added=(*kind.added, rest))
     tokenizer, other = tokenizer_of(kind), stop != "</tool_call>"
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}]
-    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer)
+    turns, row = CHAIN[1:3], encoded(tokenizer, CHAIN[1:3], TOOLS)
     (sampled,), ends = parts(row), tokenizer([rest, stop]).input_ids
     turn = [*sampled[:-1], *ends[1]] if other else sampled[: -1 - len(ends[0])]
     assert tokenizer.convert_ids_to_tokens(turn[-1]) == stop
     whole = truth(kind, shown(kind, [*turns, RESULTS[0]]), TOOLS, opened=True)
-    reply = reply_tokens(chat_of(tokenizer), turn, frozenset({turn[-1]}), RESULTS[:1], TOOLS, 1000)
+    reply = reply_tokens(chat_of(tokenizer), turn, RESULTS[:1], TOOLS, stops=turn[-1:])
     assert reply == whole[int(row.loss_mask.argmax()) + len(turn) :]
 
 
 @pytest.mark.parametrize("name", ["Gemma 4", "gpt-oss", "GLM-4.5, TRL", "Apertus, tools", "Kimi K2"])
 def test_a_question_may_follow_a_call(name: str) -> None:
-    kind = next(kind for kind in (*KINDS, *WHOLE) if kind.name == name)
+    kind = NAMED[name]
     tokenizer = tokenizer_of(kind)
-    asked, more = messages_of(["hello", "", "a"])[::2]
-    turns = [asked, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}]
-    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer, "last")
-    reply = reply_tokens(chat_of(tokenizer), parts(row)[-1], frozenset(), [more], TOOLS, 1000)
-    whole = truth(kind, shown(kind, [*turns, more]), TOOLS, opened=True)
+    row, more = encoded(kind, CHAIN[1:3], TOOLS, "last"), CHAIN[-1:]
+    reply = reply_tokens(chat_of(tokenizer), parts(row)[-1], more, TOOLS)
+    whole = truth(kind, shown(kind, [*CHAIN[1:3], *more]), TOOLS, opened=True)
     if name == "Apertus, tools":  # the end of the assistant's turns, of which calls are a part
         assert [tokenizer.eos_token_id, *reply[1:]] == reply
     assert [*row.tokens.tolist(), *reply] == whole
@@ -279,7 +289,7 @@ def test_a_question_may_follow_a_call(name: str) -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 def test_mistrals_templates_take_openais_ids(ids: tuple[str | None, str | None], parallel: bool) -> None:
     """Their templates reject those of other than nine letters or digits; without any, results are in the order of calls."""
-    kind = next(kind for kind in KINDS if kind.name == "Mistral v3")
+    kind = NAMED["Mistral v3"]
     wanted = ("abcdefghi" if ids[0] == "abcdefghi" else "000000000", "000000001")
     rows = []
     for named in (ids, wanted):
@@ -298,11 +308,10 @@ def test_mistrals_templates_take_openais_ids(ids: tuple[str | None, str | None],
 @pytest.mark.parametrize("name", ["GLM-4.5", "GLM-4.5, TRL"])
 def test_what_follows_a_turn_is_opened_also_after_another_opening(name: str) -> None:
     """The policy stopped with `<|user|>`, but called a tool."""
-    kind = next(kind for kind in (*KINDS, *WHOLE) if kind.name == name)
+    kind = NAMED[name]
     tokenizer = tokenizer_of(kind)
-    (row,) = encode_demonstrations([example_of(CHAIN[1:3], TOOLS)], tokenizer, "last")
-    wrong = [*parts(row)[-1][:-1], tokenizer.convert_tokens_to_ids("<|user|>")]
-    text = tokenizer.decode(reply_tokens(chat_of(tokenizer), wrong, frozenset(), RESULTS[:1], TOOLS, 1000))
+    wrong = [*parts(encoded(kind, CHAIN[1:3], TOOLS, "last"))[-1][:-1], tokenizer.convert_tokens_to_ids("<|user|>")]
+    text = tokenizer.decode(reply_tokens(chat_of(tokenizer), wrong, RESULTS[:1], TOOLS))
     assert text == "<|observation|>\n<tool_response>\nit is 0\n</tool_response><|assistant|>\n"
 
 
@@ -313,19 +322,16 @@ def test_calls_after_the_end_of_a_turn_are_an_error() -> None:
     assert chat_of(tokenizer).stop_before_calls(TOOLS) == "<|message_sep|>"
     with pytest.raises(EndpointError, match=r"writes '<\|message_sep\|>', with which generation stops, before the calls"):
         Renderer(tokenizer, "hermes").context(ChatBody(model="policy", messages=CHAIN[1:2], tools=TOOLS), Conversations())
-    (row,) = encode_demonstrations([example_of(CHAIN[1:3], TOOLS)], tokenizer)
-    assert "stopped" in row.differences
+    assert "stopped" in encoded(tokenizer, CHAIN[1:3], TOOLS).differences
     assert not any(chat_of(tokenizer_of(kind)).stop_before_calls(TOOLS) for kind in (*CALLING_KINDS, *OTHERS, *WHOLE))
 
 
 def test_each_of_several_templates_has_its_own_end() -> None:
     """Command R+ has one for tools, which writes an instruction after every conversation."""
-    kind = TWO_WAYS["Command R+"]
-    tokenizer, asked = copy.copy(tokenizer_of(kind)), messages_of(TEXTS["one"])
-    tokenizer.chat_template = {
-        "default": COMMAND.replace("<|END_RESPONSE|>", "").replace("<|END_OF_TURN|>", "<|END_RESPONSE|>"),
-        "tool_use": kind.template,
-    }  # type: ignore[assignment]
+    kind = NAMED["Command R+"]
+    plain = COMMAND.replace("<|END_RESPONSE|>", "").replace("<|END_OF_TURN|>", "<|END_RESPONSE|>")
+    tokenizer = with_template({"default": plain, "tool_use": kind.template}, kind)
+    asked = messages_of(TEXTS["one"])
     learned = {(): "<|START_RESPONSE|>and it<|END_RESPONSE|>", tuple(map(str, TOOLS)): "and it<|END_OF_TURN|>"}
     for tools, text in zip(([], TOOLS), learned.values(), strict=True):
         example = example_of(asked, tools)
@@ -335,7 +341,7 @@ def test_each_of_several_templates_has_its_own_end() -> None:
         assert prompt.tokens.tolist() == whole[: len(prompt)] or tools
         chat, more = chat_of(tokenizer).of(tools), messages_of(["a"])
         opened = tokenizer.apply_chat_template([*asked, *more], tools or None, add_generation_prompt=True)["input_ids"]
-        reply = reply_tokens(chat, parts(row)[-1], frozenset(), more, tools, 1000, asked)
+        reply = reply_tokens(chat, parts(row)[-1], more, tools, asked)
         assert reply == opened[-len(reply) :] and tokenizer.decode(reply).startswith("<|START|><|USER|>a")
     ends = tokenizer.convert_ids_to_tokens(chat_of(tokenizer).stops)
     assert set(ends) == {"<|END_RESPONSE|>", "<|END_OF_TURN|>"}
@@ -343,10 +349,8 @@ def test_each_of_several_templates_has_its_own_end() -> None:
 
 def test_variables_that_the_template_does_not_use_are_an_error() -> None:
     """A comment, a string or a part of a name is no use; one in a `{% generation %}` block is."""
-    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
-    tokenizer.chat_template = (
-        "{# thinking #}{% generation %}{{ 'effort' if enable_thinking else '' }}{% endgeneration %}" + CHATML
-    )
+    effort = "{# thinking #}{% generation %}{{ 'effort' if enable_thinking else '' }}{% endgeneration %}"
+    tokenizer = with_template(effort + CHATML)
     row = {"messages": messages_of(TEXTS["one"])}
     with pytest.raises(DataError, match="expected: an object"):
         demonstration_of(row | {"chat_template_kwargs": "x"}, "row 1", DataConfig(path="x"))
@@ -355,13 +359,8 @@ def test_variables_that_the_template_does_not_use_are_an_error() -> None:
         if name == "enable_thinking":
             assert encode_prompts([example], tokenizer)[0].text.startswith("effort")
         else:
-            with pytest.raises(
-                DataError, match=rf"'chat_template_kwargs' has \['{name}'\], which the chat template does not"
-            ):
+            with pytest.raises(DataError, match=rf"_kwargs' has \['{name}'\], which the chat template does not"):
                 encode_prompts([example], tokenizer)
-
-
-CALLING = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
 
 
 @pytest.mark.parametrize(
@@ -382,37 +381,30 @@ def test_a_turn_that_is_written_otherwise_before_others_is_not_repeated(
     name: str, calls: int, closing: str, end: str
 ) -> None:
     """Truth: what transformers' text of the conversation has after the last call and the end."""
-    kind = TWO_WAYS[name]
+    kind = NAMED[name]
     tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
-    made = CALLS[:calls]
-    results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "it is 5"} for call in made]
-    turns = [CALLING[0], {**CALLING[1], "tool_calls": made}]
-    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer)
-    (turn,) = parts(row)
+    turns = [QUESTION, {**CALLING[1], "tool_calls": CALLS[:calls]}]
+    (turn,) = parts(encoded(kind, turns, TOOLS))
     if not end:  # the template writes none, but an instruction that is always the last message
         turn.append(tokenizer.eos_token_id)
     assert is_end(kind, turn[-1]) and not any(is_end(kind, token) for token in turn[:-1])
-    whole = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True))
-    before, _, after = whole.rpartition(closing)
-    assert before and after.startswith(end)
-    reply = reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)
-    assert tokenizer.decode(reply) == after.removeprefix(end)
-    results[0]["content"] = "}"  # as the call has
-    again = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True)).rpartition(closing)[2]
-    assert tokenizer.decode(reply_tokens(chat, turn, frozenset(), results, TOOLS, 1000)) == again.removeprefix(end)
-    results[0]["content"] = "it is 5"
+    for first in ("}", "it is 5"):  # as the call has, or not
+        results = [{**RESULTS[0], "content": first}, *RESULTS[1:calls]]
+        before, _, after = tokenizer.decode(truth(kind, [*turns, *results], TOOLS, opened=True)).rpartition(closing)
+        assert before and after.startswith(end)
+        assert tokenizer.decode(reply_tokens(chat, turn, results, TOOLS)) == after.removeprefix(end)
     ended = turn[: len(turn) - len(tokenizer(end)["input_ids"] if tokenizer.decode(turn).endswith(end) else turn[-1:])]
-    assert tokenizer.decode(reply_tokens(chat, ended, frozenset(), results, TOOLS, 1000)) == after, "a string ended it"
+    assert tokenizer.decode(reply_tokens(chat, ended, results, TOOLS)) == after, "a string ended it"
 
 
 def test_a_turn_whose_end_is_not_found_before_others_is_an_error() -> None:
-    kind = TWO_WAYS["Apriel-1.5"]
+    kind = NAMED["Apriel-1.5"]
     template = kind.template.replace("]</tool_calls>", "{{ ')stop' if last else ']</tool_calls>' }}").replace(
         "{{ '\n' }}<|end|>\n{% endfor %}", "{{ '\n<|end|>\n' if not loop.last or not m.tool_calls }}{% endfor %}"
     )
     chat = chat_of(tokenizer_of(replace(kind, template=template)))
     with pytest.raises(ValueError, match=r"it ends a turn with .*stop.* where no end was found"):
-        reply_text(chat, [{"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "f", "content": "it is 5"}], TOOLS)
+        reply_text(chat, RESULTS[:1], TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -430,53 +422,50 @@ def test_a_turn_whose_end_is_not_found_before_others_is_an_error() -> None:
     ],
 )
 def test_the_choice_of_a_call_or_a_text_is_learned(name: str, called: bool, learned: str) -> None:
-    kind = TWO_WAYS[name]
-    turns = CALLING if called else messages_of(TEXTS["one"])
-    (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(kind))
-    assert row.tokens.tolist() == learned_truth(kind, turns, TOOLS)
-    assert [tokenizer_of(kind).decode(part) for part in parts(row)] == [learned]
+    kind, turns = NAMED[name], CALLING if called else messages_of(TEXTS["one"])
+    row = encoded(kind, turns, TOOLS)
+    assert row.tokens.tolist() == learned_truth(kind, turns, TOOLS) and learned_in(kind, row) == [learned]
 
 
 @pytest.mark.parametrize("thinking", ["", "so"])
 def test_a_turn_starts_after_its_opening_though_thoughts_before_it_are_left_out(thinking: str) -> None:
     """gpt-oss writes thoughts before a call until an answer follows, and those of the last turn."""
-    kind, call = next(kind for kind in KINDS if kind.name == "gpt-oss"), "<|start|>assistant to="
+    kind, call = NAMED["gpt-oss"], "<|start|>assistant to="
     thought = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' if m.thinking and CASE }}"
     no_answer = "(messages | selectattr('role', 'equalto', 'assistant') | list | last).tool_calls"
     template = kind.template.replace(call, thought.replace("CASE", no_answer) + call)
     final = "<|start|>assistant<|channel|>final"
     kind = replace(kind, template=template.replace(final, thought.replace("CASE", "loop.last") + final))
-    turns = [CALLING[0], {**CALLING[1], "thinking": "it"}, {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "5"}]
     answer = {"role": "assistant", "content": "and it"} | ({"thinking": thinking} if thinking else {})
-    (row,) = encode_demonstrations([example_of([*turns, answer], TOOLS)], tokenizer_of(kind), "last")
-    assert row.tokens.tolist() == truth(kind, [*turns, answer], TOOLS)
+    turns = [QUESTION, {**CALLING[1], "thinking": "it"}, RESULTS[0], answer]
+    row = encoded(kind, turns, TOOLS, "last")
+    assert row.tokens.tolist() == truth(kind, turns, TOOLS)
     thoughts = "<|channel|>analysis<|message|>so<|end|><|start|>assistant" if thinking else ""
-    learned = f"{thoughts}<|channel|>final<|message|>and it<|return|>"
-    assert [tokenizer_of(kind).decode(part) for part in parts(row)] == [learned]
+    assert learned_in(kind, row) == [f"{thoughts}<|channel|>final<|message|>and it<|return|>"]
 
 
 @pytest.mark.parametrize(("name", "content"), [("R1-Distill-Qwen", None), ("QwQ", "")])
 def test_a_call_has_a_content_that_the_template_takes_everywhere(name: str, content: str | None) -> None:
-    kind, result = TWO_WAYS[name], {"role": "tool", "tool_call_id": CALLS[0]["id"], "content": "it is 5"}
+    kind = NAMED[name]
     for call in ({"content": None}, {}, {"content": ""}):
         turn = {"role": "assistant", "tool_calls": CALLS[:1], **call}
-        turns = [CALLING[0], turn, result, {"role": "assistant", "content": "and"}]
-        (row,) = encode_demonstrations([example_of(turns, TOOLS)], tokenizer_of(kind))
-        assert row.tokens.tolist() == truth(kind, [turns[0], {**turn, "content": content}, *turns[2:]], TOOLS)
+        turns = [QUESTION, turn, RESULTS[0], {"role": "assistant", "content": "and"}]
+        row = encoded(kind, turns, TOOLS)
+        assert row.tokens.tolist() == truth(kind, [QUESTION, {**turn, "content": content}, *turns[2:]], TOOLS)
         assert all(is_end(kind, part[-1]) and not any(is_end(kind, token) for token in part[:-1]) for part in parts(row))
         assert len(parts(row)) == 2
 
 
 @pytest.mark.parametrize(("name", "end"), [("Apriel-1.6", "\n<|end|>"), ("Apertus", "<|assistant_end|>")])
 def test_turns_before_others_have_the_end_that_only_these_have(name: str, end: str) -> None:
-    kind, messages = TWO_WAYS[name], messages_of(TEXTS["one"] * 2)
+    kind, messages = NAMED[name], messages_of(TEXTS["one"] * 2)
     tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
-    (row,) = encode_demonstrations([example_of(messages)], tokenizer)
-    assert [tokenizer.decode(part) for part in parts(row)] == [f"and it{end}", f"and it{end.strip()}"]
+    row = encoded(kind, messages)
+    assert learned_in(kind, row) == [f"and it{end}", f"and it{end.strip()}"]
     assert row.tokens.tolist() == learned_truth(kind, messages) and chat.end.text == end
     after = tokenizer.decode(truth(kind, messages[:3], opened=True)).partition("and it")[2]
     for turn, rest in ((parts(row)[0], after.removeprefix(end)), (parts(row)[1], after.removeprefix(end)), ([5], after)):
-        assert tokenizer.decode(reply_tokens(chat, turn, frozenset(), messages[2:3], (), 1000)) == rest
+        assert tokenizer.decode(reply_tokens(chat, turn, messages[2:3])) == rest
 
 
 @kinds
@@ -504,8 +493,7 @@ def test_a_saved_model_has_the_same_tokenizer_template_and_stops(kind: Kind, tmp
 
 @pytest.mark.parametrize("own", [None, "own " + CHATML])
 def test_a_saved_model_has_no_template_for_tools_besides_the_runs_own(own: str | None, tmp_path: Path) -> None:
-    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
-    tokenizer.chat_template = {"default": CHATML, "tool_use": "tools " + CHATML}  # type: ignore[assignment]
+    tokenizer = with_template({"default": CHATML, "tool_use": "tools " + CHATML})
     tokenizer.save_pretrained(tmp_path / "model")
     policy = PolicyConfig(model_name=str(tmp_path / "model"), tokenizer=TokenizerConfig(chat_template=own))
     (tmp_path / "final_model").mkdir()
@@ -514,18 +502,14 @@ def test_a_saved_model_has_no_template_for_tools_besides_the_runs_own(own: str |
     assert again.chat_template == load_tokenizer(policy).chat_template == (own or tokenizer.chat_template)
 
 
-TEXT = st.text(
-    st.sampled_from([*"he lo\n5=| \t", "\u00e9", "\u65e5", "\U0001f600", "\u0301", "\u200f", "\x00"]),
-    min_size=1,
-    max_size=12,
+TEXT = st.text(st.sampled_from([*"he lo\n5=| \té日😀", "\u0301", "\u200f", "\x00"]), min_size=1, max_size=12).filter(
+    str.strip
 )
 
 
 @kinds
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-    texts=st.lists(TEXT.filter(lambda text: text.strip()), min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0)
-)
+@given(texts=st.lists(TEXT, min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0))
 @example(texts=TEXTS["several"])
 @example(texts=TEXTS["spaces"])
 @example(texts=TEXTS["unicode"])
@@ -534,7 +518,7 @@ def test_any_text(kind: Kind, texts: list[str]) -> None:
     if kind.name == "an end of plain text":
         texts = [text.replace("|", "l") for text in texts]
     messages, tokenizer = messages_of(texts), tokenizer_of(kind)
-    (row,) = encode_demonstrations([example_of(messages)], tokenizer, "all" if kind.again else "last")
+    row = encoded(kind, messages, turns="all" if kind.again else "last")
     assert row.tokens.tolist() == learned_truth(kind, messages)
     learned, answers = parts(row), texts[1::2] if kind.again else texts[-1:]
     for part, answer in zip(learned, answers, strict=True):
@@ -546,7 +530,7 @@ def test_any_text(kind: Kind, texts: list[str]) -> None:
         (plain,) = encode_demonstrations([Example(prompt, response, source="row 1")], tokenizer)
         (asked,) = encode_prompts([Example(prompt, response, source="row 1")], tokenizer)
         assert plain.tokens[: len(asked)].tolist() == asked.tokens.tolist(), "generation continues the same prompt"
-        whole = [token for token in tokenizer(prompt + response)["input_ids"]]
+        whole = tokenizer(prompt + response)["input_ids"]
         whole = whole if whole[-1] == tokenizer.eos_token_id else [*whole, tokenizer.eos_token_id]
         if whole[: len(asked)] == asked.tokens.tolist():
             assert plain.tokens.tolist() == whole
@@ -555,17 +539,12 @@ def test_any_text(kind: Kind, texts: list[str]) -> None:
 def test_a_long_text_is_tokenized_only_until_it_exceeds_the_room() -> None:
     tokenizer, room = character_tokenizer("0123456789"), 6
     for text in ("", "12", "123456", "1" * 30, "1" * 10_000):
-        tokens, whole = (
-            text_tokens(chat_of(tokenizer), [4], text, room),
-            tokenizer(text, add_special_tokens=False)["input_ids"],
-        )
+        tokens = text_tokens(chat_of(tokenizer), [4], text, room)
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokens == whole if len(whole) <= room else room < len(tokens) <= 50
-
-
-def test_a_long_reply_fits_if_the_tokenizer_drops_most_characters() -> None:
-    tokenizer = character_tokenizer("0123456789")
-    tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
-    assert text_tokens(chat_of(tokenizer), [4], " " * 10_000 + "12", 6) == [5, 6]
+    dropping = character_tokenizer("0123456789")  # most characters
+    dropping.backend_tokenizer.normalizer = Replace(" ", "")
+    assert text_tokens(chat_of(dropping), [4], " " * 10_000 + "12", 6) == [5, 6]
 
 
 class WithoutOffsets:
@@ -591,14 +570,12 @@ def test_a_tokenizer_without_offsets_has_the_same_edges(kind: Kind) -> None:
     fast, slow = tokenizer_of(kind), cast(PreTrainedTokenizerFast, WithoutOffsets(tokenizer_of(kind)))
     asked, reply = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "the"}]
     for texts in ("several", "unicode"):
-        example, turns = example_of(messages_of(TEXTS[texts])), "all" if kind.again else "last"
-        (ours,), (theirs,) = (encode_demonstrations([example], tokenizer, turns) for tokenizer in (fast, slow))  # type: ignore[arg-type]
+        turns = "all" if kind.again else "last"
+        ours, theirs = (encoded(tokenizer, messages_of(TEXTS[texts]), turns=turns) for tokenizer in (fast, slow))
         assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.loss_mask.tolist() == theirs.loss_mask.tolist()
     chats, turn = (chat_of(fast), chat_of(slow)), sampled(kind, asked, "and it")[:-1]
     assert chats[0].end == chats[1].end
-    assert reply_tokens(chats[0], turn, frozenset(), reply, (), 1000) == reply_tokens(
-        chats[1], turn, frozenset(), reply, (), 1000
-    )
+    assert reply_tokens(chats[0], turn, reply) == reply_tokens(chats[1], turn, reply)
 
 
 @pytest.mark.parametrize(
@@ -611,33 +588,26 @@ def test_a_tokenizer_without_offsets_has_the_same_edges(kind: Kind) -> None:
     ],
 )
 def test_ends_of_plain_text(end: str, rest: str, loss: str) -> None:
-    tokenizer = character_tokenizer(
-        "0123456789<>[]|ua\n",
-        f"{{% for m in messages %}}<{{{{ m.role[0] }}}}>{{{{ m.content }}}}{end}{rest[:1]}{{% endfor %}}{rest[1:]}",
-    )
-    (row,) = encode_demonstrations([example_of(messages_of(["1", "5"]))], tokenizer)
-    assert tokenizer.decode(row.tokens[row.loss_mask > 0]).endswith(loss)
+    template = f"{{% for m in messages %}}<{{{{ m.role[0] }}}}>{{{{ m.content }}}}{end}{rest[:1]}{{% endfor %}}{rest[1:]}"
+    tokenizer = character_tokenizer("0123456789<>[]|ua\n", template)
+    assert learned_in(tokenizer, encoded(tokenizer, messages_of(["1", "5"])))[0].endswith(loss)
     assert tokenizer.convert_ids_to_tokens(list(chat_of(tokenizer).end.tokens)) == ([end] if len(end) == 1 else [])
     assert chat_of(tokenizer).end.text == end
 
 
 def test_a_turn_ends_at_the_eos_token() -> None:
     """Generation never passes it, although this template opens each question before it is asked."""
-    tokenizer = character_tokenizer(
-        "0123456789<>ua\n",
-        "<u>{% for m in messages %}{{ m.content }}{{ '<a>' if m.role == 'user' else eos_token + '\n<u>' }}{% endfor %}",
-    )
-    (row,) = encode_demonstrations([example_of(messages_of(["1", "5", "2", "6"]))], tokenizer)
-    assert [tokenizer.decode(part) for part in parts(row)] == ["5<eos>", "6<eos>"]
+    body = "{{ m.content }}{{ '<a>' if m.role == 'user' else eos_token + '\n<u>' }}"
+    tokenizer = character_tokenizer("0123456789<>ua\n", f"<u>{{% for m in messages %}}{body}{{% endfor %}}")
+    assert learned_in(tokenizer, encoded(tokenizer, messages_of(["1", "5", "2", "6"]))) == ["5<eos>", "6<eos>"]
     assert chat_of(tokenizer).end.text == "<eos>" and reply_text(chat_of(tokenizer), messages_of(["3"])) == "\n<u>3<a>"
 
 
 @pytest.mark.parametrize("kind", CALLING_KINDS, ids=lambda kind: kind.name)
 def test_results_of_several_calls_follow_a_turn(kind: Kind) -> None:
     """Also with templates that take one call of a turn: the policy made them."""
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"it is {call['id']}"} for call in CALLS]
-    text = reply_text(chat_of(tokenizer_of(kind)), results)
-    assert [text.count(result["content"]) for result in results] == [1, 1]
+    text = reply_text(chat_of(tokenizer_of(kind)), RESULTS)
+    assert [text.count(result["content"]) for result in RESULTS] == [1, 1]
 
 
 def test_messages_of_openais_format_have_one_rendering() -> None:
@@ -667,24 +637,20 @@ def test_runs_of_white_space_that_are_added_tokens_are_text(prompt: str, respons
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.again], ids=lambda kind: kind.name)
 def test_marks_teach_no_more_than_what_is_sampled(kind: Kind) -> None:
     """Marks around all that the template writes: headers, other turns, what follows an end."""
-    example, tokenizer = example_of(messages_of(TEXTS["several"])), copy.copy(tokenizer_of(kind))
     plain = re.sub("{% (end)?generation %}", "", kind.template)
-    rows = []
-    for template in (plain, f"{{% generation %}}{plain}{{% endgeneration %}}"):
-        tokenizer.chat_template = template
-        rows += encode_demonstrations([example], tokenizer)
+    templates = plain, f"{{% generation %}}{plain}{{% endgeneration %}}"
+    rows = [encoded(with_template(template, kind), messages_of(TEXTS["several"])) for template in templates]
     assert rows[0].tokens.tolist() == rows[1].tokens.tolist() and rows[0].loss_mask.tolist() == rows[1].loss_mask.tolist()
 
 
 @pytest.mark.parametrize("texts", [["a", "", "hello", ""], ["a", "and", "hello", ""]])
 @pytest.mark.parametrize("thought", ["", "{% generation %}{{ m.reasoning_content }}{% endgeneration %}"])
 def test_empty_turns_with_marks_around_the_text_teach_the_end(texts: list[str], thought: str) -> None:
-    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
     before = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + thought
     after = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    tokenizer.chat_template = before + "{% generation %}{{ m.content }}{% endgeneration %}" + after
-    (row,) = encode_demonstrations([example_of(messages_of(texts))], tokenizer)
-    assert [tokenizer.decode(part) for part in parts(row)] == [text + "<|im_end|>" for text in texts[1::2]]
+    tokenizer = with_template(before + "{% generation %}{{ m.content }}{% endgeneration %}" + after)
+    learned = [text + "<|im_end|>" for text in texts[1::2]]
+    assert learned_in(tokenizer, encoded(tokenizer, messages_of(texts))) == learned
 
 
 @pytest.mark.parametrize(
@@ -698,29 +664,26 @@ def test_empty_turns_with_marks_around_the_text_teach_the_end(texts: list[str], 
     ],
 )
 def test_marks_around_turns_that_the_template_rewrites(name: str, opening: str, learned: list[str]) -> None:
-    kind = next(kind for kind in KINDS if kind.name == name)
-    tokenizer = copy.copy(tokenizer_of(kind))
+    kind = NAMED[name]
     before, loop, rest = kind.template.rpartition("{% for m in messages %}")
     body, end, prompt = rest.partition("{% endfor %}{% if add_generation_prompt %}")
     marked = f"{{% if m.role == 'assistant' %}}{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}"
-    tokenizer.chat_template = before + loop + marked + end + prompt.replace("assistant\n", f"assistant\n{opening}")
-    (row,) = encode_demonstrations([example_of(messages_of(["hello", "the hello", "a", "and"]))], tokenizer)
-    assert [tokenizer.decode(part) for part in parts(row)] == learned
+    template = before + loop + marked + end + prompt.replace("assistant\n", f"assistant\n{opening}")
+    row = encoded(with_template(template, kind), messages_of(["hello", "the hello", "a", "and"]))
+    assert learned_in(kind, row) == learned
 
 
 @pytest.mark.parametrize("thought", ["", "{% generation %}{% endgeneration %}"])
 @pytest.mark.parametrize("weight", [0, 1])
 def test_a_turn_of_which_the_template_leaves_nothing_takes_no_marks_of_the_next(weight: int, thought: str) -> None:
-    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
     text = "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endgeneration %}"
     body = f"{{% if m.role == 'assistant' %}}{thought}{text}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
     loop = f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{body}<|im_end|>\n{{% endfor %}}"
-    tokenizer.chat_template = loop + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = with_template(loop + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     messages = messages_of(["hello", "<think>the</think>", "a", "<think>the</think>and", "it", "the hello"])
     messages[3]["weight"] = weight
-    (row,) = encode_demonstrations([example_of(messages)], tokenizer)
     learned = ["<|im_end|>", *["and<|im_end|>"] * weight, "the hello<|im_end|>"]
-    assert [tokenizer.decode(part) for part in parts(row)] == learned
+    assert learned_in(tokenizer, encoded(tokenizer, messages)) == learned
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "gpt2", "legacy", "unigram"])
@@ -733,14 +696,10 @@ def test_a_string_that_ended_a_turn_is_not_repeated(kind: str, sampled: str) -> 
     prompt, whole = (chat.render(messages[:end], opened=True) for end in (1, 3))
     assert whole == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turn = tokenizer(sampled, add_special_tokens=False)["input_ids"]
-    text = tokenizer.decode([*turn, *reply_tokens(chat, turn, frozenset(), messages[2:], (), 1000)])
-    if sampled == "and <":  # as much may be the start of the end, and is
-        assert squeezed(text) in (
-            squeezed(whole.removeprefix(prompt)),
-            squeezed(whole.removeprefix(prompt).replace("<<", "<")),
-        )
-    else:
-        assert squeezed(text) == squeezed(whole.removeprefix(prompt))
+    text = tokenizer.decode([*turn, *reply_tokens(chat, turn, messages[2:])])
+    rest = whole.removeprefix(prompt)
+    also = rest.replace("<<", "<") if sampled == "and <" else rest  # as much may be the start of the end, and is
+    assert squeezed(text) in (squeezed(rest), squeezed(also))
     assert chat.turn_text(turn).strip() == (sampled if sampled.endswith(("<", "_")) else "and")
 
 
@@ -748,18 +707,12 @@ def test_a_string_that_ended_a_turn_is_not_repeated(kind: str, sampled: str) -> 
 @pytest.mark.parametrize("what", ["call", "result"])
 def test_what_a_template_leaves_out_is_an_error(kind: Kind, what: str) -> None:
     asked, answer = messages_of(["hello", "and it"])
-    calling = {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}
-    result = {"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "f", "content": "it is 5"}
-    messages = [asked, calling] if what == "call" else [asked, answer, result, answer]
     try:
-        (row,) = encode_demonstrations([example_of(messages)], tokenizer_of(kind), "last")
+        row = encoded(kind, CALLING if what == "call" else [asked, answer, RESULTS[0], answer], turns="last")
+        assert what == "result" and RESULTS[0]["content"] in tokenizer_of(kind).decode(row.tokens)
     except DataError as error:
         assert "the chat template rejects the conversation" in str(error)
-    else:
-        assert what == "result" and "it is 5" in tokenizer_of(kind).decode(row.tokens)
-        return
-    (other,) = encode_demonstrations([example_of([asked, answer])], tokenizer_of(kind), "last")
-    assert len(other) > 0
+        assert len(encoded(kind, [asked, answer], turns="last")) > 0
 
 
 @pytest.mark.parametrize(
@@ -770,10 +723,9 @@ def test_what_a_template_leaves_out_is_an_error(kind: Kind, what: str) -> None:
     ],
 )
 def test_calls_that_a_template_leaves_out_are_an_error(name: str, content: str | None, calls: list[Any], lost: str) -> None:
-    kind = next(kind for kind in KINDS if kind.name == name)
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+    messages = [QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}]
     with pytest.raises(DataError, match=f"row 1: the chat template rejects the conversation: it leaves out {lost}"):
-        encode_demonstrations([example_of(messages)], tokenizer_of(kind))
+        encoded(NAMED[name], messages)
 
 
 ONE_SYSTEM = (
@@ -786,50 +738,42 @@ ONE_SYSTEM = (
 @pytest.mark.parametrize("written", ["first", "last"])
 def test_system_messages_that_a_template_leaves_out_are_an_error(written: str) -> None:
     """gpt-oss writes the first one alone, R1 the last."""
-    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
-    tokenizer.chat_template = ONE_SYSTEM % written
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "5"}]
+    tokenizer, turns = with_template(ONE_SYSTEM % written), messages_of(["hello", "5"])
     one, other = ({"role": "system", "content": text} for text in ("be kind", "be brief"))
     for messages in ([one, other, *turns], [one, *turns, other, *turns]):
         with pytest.raises(DataError, match="it leaves out a system message besides another one"):
-            encode_demonstrations([example_of(messages)], tokenizer)
-    (row,) = encode_demonstrations([example_of([one, *turns])], tokenizer)
-    assert "be kind" in tokenizer.decode(row.tokens)
+            encoded(tokenizer, messages)
+    assert "be kind" in tokenizer.decode(encoded(tokenizer, [one, *turns]).tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@kinds
 def test_no_calls_are_none(kind: Kind) -> None:
-    asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "5"}
-    tokenizer = tokenizer_of(kind)
-    rows = [encode_demonstrations([example_of([asked, answer | more])], tokenizer) for more in ({}, {"tool_calls": []})]
-    assert rows[0][0].tokens.tolist() == rows[1][0].tokens.tolist()
+    asked, answer = messages_of(["hello", "5"])
+    rows = [encoded(kind, [asked, answer | more]) for more in ({}, {"tool_calls": []})]
+    assert rows[0].tokens.tolist() == rows[1].tokens.tolist()
 
 
 def test_a_tokenizer_may_have_a_template_for_tools() -> None:
     """As Command R's and Hermes'. The other one knows no calls."""
-    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
-    tokenizer.chat_template = cast(str, {"default": CHATML.replace("m.tool_calls or []", "[]"), "tool_use": CHATML})
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS}]
-    (row,) = encode_demonstrations([example_of(messages, TOOLS)], tokenizer)
-    assert row.tokens.tolist() == truth(KINDS[0], [messages[0], {**messages[1], "content": ""}], TOOLS)
+    tokenizer = with_template({"default": CHATML.replace("m.tool_calls or []", "[]"), "tool_use": CHATML})
+    shown_calls = [QUESTION, {**CALLING[1], "content": ""}]
+    assert encoded(tokenizer, CALLING, TOOLS).tokens.tolist() == truth(KINDS[0], shown_calls, TOOLS)
     with pytest.raises(DataError, match="it leaves out tool calls"):
-        encode_demonstrations([example_of(messages)], tokenizer)
+        encoded(tokenizer, CALLING)
 
 
 def test_an_end_of_calls_is_not_written_twice() -> None:
-    kind = next(kind for kind in KINDS if kind.name == "gpt-oss")
+    kind = NAMED["gpt-oss"]
     kind = replace(kind, template=kind.template.replace("<|call|>", "<|call|>\n"))
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
-    (row,) = encode_demonstrations([example_of(messages, TOOLS)], tokenizer_of(kind))
-    assert row.tokens.tolist() == truth(kind, messages, TOOLS)
+    assert encoded(kind, CALLING, TOOLS).tokens.tolist() == truth(kind, CALLING, TOOLS)
 
 
 def test_rows_that_teach_nothing_are_known() -> None:
     """Nemotron Nano v2 leaves out an empty answer at the end."""
-    kind = next(kind for kind in KINDS if kind.name == "Qwen2.5")
+    kind = NAMED["Qwen2.5"]
     shown_turns = "{% for m in messages if m.content or m.role != 'assistant' %}"
     kind = replace(kind, template=kind.template.replace("{% for m in messages %}", shown_turns))
-    (row,) = encode_demonstrations([example_of(messages_of(["hello", ""]))], tokenizer_of(kind))
+    row = encoded(kind, messages_of(["hello", ""]))
     assert not row.loss_mask.any() and "empty" in row.differences
 
 
@@ -840,47 +784,38 @@ def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixt
     assert not caplog.text, "Qwen3 writes the thought of the last turn"
     warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[0])))
     assert "row 1 and 1 other conversations: the chat template leaves out texts of turns that are learned" in caplog.text
-    (row,) = encode_demonstrations([example_of([question, {**answer, "reasoning": "hm"}])], tokenizer_of(KINDS[1]))
-    assert "left out" in row.differences, "Qwen3's template knows the thought by another name"
+    differences = encoded(KINDS[1], [question, {**answer, "reasoning": "hm"}]).differences
+    assert "left out" in differences, "Qwen3's template knows the thought by another name"
 
 
 def test_a_system_prompt_may_move() -> None:
     """Mistral's is a part of the last question: of a prompt, but of no finished conversation."""
     system = "{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
     template = system + MISTRAL1.replace("'[INST] ' +", "'[INST] ' + (system if loop.last else '') +")
-    kind = replace(next(kind for kind in KINDS if kind.name == "Mistral v1"), template=template)
+    kind = replace(NAMED["Mistral v1"], template=template)
     messages = [{"role": "system", "content": "be it"}, *messages_of(["hello", "and it"])]
-    (prompt,), (row,) = (
-        encode([example_of(messages)], tokenizer_of(kind)) for encode in (encode_prompts, encode_demonstrations)
-    )
+    (prompt,), row = encode_prompts([example_of(messages)], tokenizer_of(kind)), encoded(kind, messages)
     assert prompt.tokens.tolist() == truth(kind, messages[:2], opened=True) and "be it" in prompt.text
-    assert row.tokens.tolist() == truth(kind, messages)
-    assert tokenizer_of(kind).decode(parts(row)[0]).strip() == "and it</s>"
+    assert row.tokens.tolist() == truth(kind, messages) and learned_in(kind, row)[0].strip() == "and it</s>"
 
 
 @pytest.mark.parametrize(("arguments", "same"), [("", {}), (None, {}), ("{}", {}), ({}, {}), ('"x"', '"x"')])
 def test_arguments_may_be_missing_or_a_text(arguments: Any, same: Any) -> None:
     """As vLLM reads them. The truth is the template's text of an empty object, and of a text, which is JSON already."""
-    kind, question = KINDS[0], {"role": "user", "content": "hello"}
-    given, plain = (
-        {"role": "assistant", "content": "", "tool_calls": [{**CALLS[0], "function": {"name": "f", "arguments": value}}]}
-        for value in (arguments, same)
-    )
-    (row,) = encode_demonstrations([example_of([question, given], TOOLS)], tokenizer_of(kind), "last")
-    assert row.tokens.tolist() == truth(kind, [question, plain], TOOLS)
+    calls = [[{**CALLS[0], "function": {"name": "f", "arguments": value}}] for value in (arguments, same)]
+    given, plain = ([QUESTION, {"role": "assistant", "content": "", "tool_calls": call}] for call in calls)
+    assert encoded(KINDS[0], given, TOOLS, "last").tokens.tolist() == truth(KINDS[0], plain, TOOLS)
+
+
+DATE = {"date_string": "1 May", "hello": None}
 
 
 @pytest.mark.parametrize(
-    ("name", "variables"),
-    [
-        ("Qwen3", {"enable_thinking": False}),
-        ("Llama 3.1, dated", {"date_string": "1 May", "hello": None}),
-        ("marked", {"x": "h"}),
-    ],
+    ("name", "variables"), [("Qwen3", {"enable_thinking": False}), ("Llama 3.1, dated", DATE), ("marked", {"x": "h"})]
 )
 def test_rows_have_variables_of_the_template(name: str, variables: dict[str, Any]) -> None:
     """As TRL's: of a row of SFT, a preference and a prompt, and where an environment replies to it."""
-    kind = next(kind for kind in KINDS if kind.name == name.replace("marked", "Qwen2.5"))
+    kind = NAMED[name.replace("marked", "Qwen2.5")]
     tokenizer = copy.copy(tokenizer_of(kind))
     if kind.name != "Llama 3.1, dated":
         opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -905,24 +840,17 @@ def test_rows_have_variables_of_the_template(name: str, variables: dict[str, Any
 
 def test_a_template_may_write_none() -> None:
     """It is found out how it takes calls, although its own text looks like a content or a list of Python."""
-    kind = next(kind for kind in KINDS if kind.name == "R1-Distill")
-    tokenizer = copy.copy(tokenizer_of(kind))
-    tokenizer.chat_template = "Effort: None {'a': 1}\n" + kind.template
-    question, call = {"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}
-    assert 'f\n{"a": "x"}<|tool_call_end|>' in chat_of(tokenizer).render([question, call], opened=False)
+    kind = NAMED["R1-Distill"]
+    chat = chat_of(with_template("Effort: None {'a': 1}\n" + kind.template, kind))
+    assert 'f\n{"a": "x"}<|tool_call_end|>' in chat.render(CALLING, opened=False)
 
 
 def test_contents_are_parts_if_the_template_takes_no_texts() -> None:
     """As SmolVLM's and LLaVA's."""
-    kind = replace(
-        KINDS[0],
-        name="parts",
-        template=KINDS[0].template.replace("m.content or ''", "m.content[0].text if m.content is not string else ''"),
-    )
-    messages = messages_of(TEXTS["several"])
-    (row,) = encode_demonstrations([example_of(messages)], tokenizer_of(kind))
+    template = KINDS[0].template.replace("m.content or ''", "m.content[0].text if m.content is not string else ''")
+    kind, messages = replace(KINDS[0], name="parts", template=template), messages_of(TEXTS["several"])
     given = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    assert row.tokens.tolist() == truth(kind, given) == truth(KINDS[0], messages)
+    assert encoded(kind, messages).tokens.tolist() == truth(kind, given) == truth(KINDS[0], messages)
 
 
 def test_edges_without_offsets_take_one_pass() -> None:
@@ -934,7 +862,7 @@ def test_edges_without_offsets_take_one_pass() -> None:
             seen.append(len(text))
             return super().__call__(text, **options)
 
-    tokenizer = tokenizer_of(next(kind for kind in KINDS if kind.name == "Kimi"))
+    tokenizer = tokenizer_of(NAMED["Kimi"])
     text = "hello and \u65e5\U0001f600 " * 300
     (ours,), (theirs,) = (TextEncoder(made).encode([text]) for made in (Counted(tokenizer), tokenizer))  # type: ignore[arg-type]
     edges = [theirs.start(number) for number in range(len(theirs.ids) + 1)]
@@ -958,12 +886,8 @@ def conversations(draw: st.DrawFn, kind: Kind) -> list[dict[str, Any]]:
             turns += [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": draw(text)} for call in calls]
             number += count
         turns.append({"role": "assistant", "content": draw(text)})
-    return turns if draw(st.booleans()) or len(turns) == 2 or not kind.tools else _to_a_call(turns)
-
-
-def _to_a_call(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ends = [number for number, turn in enumerate(turns, start=1) if turn["role"] == "assistant"]
-    return turns[: ends[-2]]
+    return turns if draw(st.booleans()) or len(turns) == 2 or not kind.tools else turns[: ends[-2]]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS, *WHOLE], ids=lambda kind: kind.name)
@@ -995,21 +919,15 @@ def test_agents_and_environments_continue_alike(kind: Kind) -> None:
     """An agent sends back what it got as OpenAI's client writes it; an environment gives messages, first and as a reply."""
     tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
     asked, _, more = messages_of(["hello", "and it", "the hello"])
-    (prompt,) = encode_prompts(
-        [example_of([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])], tokenizer
-    )
+    (prompt,) = encode_prompts([example_of(messages_of("aa"))], tokenizer)
     renderer, agent = Renderer(tokenizer, "hermes"), Conversations()
     context = renderer.context(ChatBody(model="policy", messages=[asked]), agent)
     assert context.whole() == truth(kind, [asked], opened=True) == with_opening(prompt, [asked], tokenizer).tokens.tolist()
     turn = sampled(kind, [asked], "and it")
     said = {"role": "assistant", "content": renderer.text(turn)}
-    result = FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
-    agent.add(Answer(context, result, message_key(said), trained=True))
-    again = [
-        asked,
-        {**said, "refusal": None, "tool_calls": None},
-        {**more, "content": [{"type": "text", "text": more["content"]}]},
-    ]
+    agent.add(Answer(context, finished(turn), message_key(said), trained=True))
+    in_parts = {**more, "content": [{"type": "text", "text": more["content"]}]}
+    again = [asked, {**said, "refusal": None, "tool_calls": None}, in_parts]
     following = renderer.context(ChatBody(model="policy", messages=again), agent)
     assert following.after is agent.answers[0]
-    assert list(following.tokens) == reply_tokens(chat, turn, frozenset(), [more], (), 1000)
+    assert list(following.tokens) == reply_tokens(chat, turn, [more])
