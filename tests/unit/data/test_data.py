@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,12 +47,8 @@ QWEN3 = (
     "{% set answer = ('<think></think>' if loop.index0 > ns.last_query else '') + m.content + '.' %}[assistant]{{ answer }}"
     "{% else %}[{{ m.role }}]{{ m.content }}.{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-SUMS = Example(
-    "",
-    "4!",
-    (Message("user", "1+1="), Message("assistant", "2"), Message("user", "and 2+2="), Message("assistant", "4!")),
-    "line 3",
-)
+TURNS = (Message("user", "1+1="), Message("assistant", "2"), Message("user", "and 2+2="), Message("assistant", "4!"))
+SUMS = Example("", "4!", TURNS, "line 3")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 ASKED: list[dict[str, Any]] = [
@@ -72,9 +69,14 @@ MARKED = (
 )
 
 
-def write(path: Path, rows: list[object]) -> str:
+def write(path: Path, rows: Sequence[object]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def read(path: Path, rows: Sequence[object], **keys: Any) -> list[Example]:
+    """Writes rows and reads the examples in them."""
+    return read_examples(write(path, rows), "train", DataConfig(path=str(path), **keys))
 
 
 def learned(row: Demonstration, template: str | None = None) -> list[str]:
@@ -84,8 +86,8 @@ def learned(row: Demonstration, template: str | None = None) -> list[str]:
 
 
 def test_prompt_and_response(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}])
-    first, second = read_examples(path, "train", DataConfig(path=path, prompt_key="q", response_key="a"))
+    path, rows = tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}]
+    first, second = read(path, rows, prompt_key="q", response_key="a")
     assert first == Example("1+1=", "2", source=f"{path}, line 1", columns={"q": "1+1=", "a": "2", "more": None})
     tokenizer = character_tokenizer(CHARACTERS)
     row, other = encode_demonstrations([first, second], tokenizer)
@@ -98,8 +100,7 @@ def test_prompt_and_response(tmp_path: Path) -> None:
 
 def test_conversation(tmp_path: Path) -> None:
     turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye"), ("assistant", "ciao")]
-    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    (example,) = read_examples(path, "train", DataConfig(path=path))
+    (example,) = read(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
     (row,) = encode_demonstrations([example], tokenizer)
     whole = "[system]be brief[user]hi[assistant]yo<eos>[user]bye[assistant]ciao<eos>"
@@ -116,8 +117,7 @@ def test_a_prompt_of_messages(tmp_path: Path) -> None:
     prompt = [{"role": role, "content": text} for role, text in turns]
     answer = {"role": "assistant", "content": "ciao"}
     rows = [{"prompt": prompt, "response": "ciao"}, {"prompt": prompt, "response": [answer]}]
-    path = write(tmp_path / "a.jsonl", [*rows, {"messages": [*prompt, answer]}])
-    *examples, whole = read_examples(path, "train", DataConfig(path=path))
+    *examples, whole = read(tmp_path / "a.jsonl", [*rows, {"messages": [*prompt, answer]}])
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
     for example in examples:
         (row,), (same,) = encode_demonstrations([example], tokenizer), encode_demonstrations([whole], tokenizer)
@@ -144,7 +144,7 @@ def test_a_prompt_of_messages(tmp_path: Path) -> None:
 def test_messages_that_openai_takes(sent: dict[str, Any], same: tuple[str, str | None], tmp_path: Path) -> None:
     """Their contents are those that the endpoint of agents gives the chat template, which also writes '' for none."""
     turns = [sent, {"role": "user", "content": "go"}, {"role": "assistant", "content": "yo"}]
-    (example,) = read_examples(write(tmp_path / "a.jsonl", [{"messages": turns}]), "train", DataConfig())
+    (example,) = read(tmp_path / "a.jsonl", [{"messages": turns}])
     assert (example.messages[0].role, example.messages[0].content) == same
     (plain,) = plain_messages(turns[:1])
     assert (plain["role"], plain["content"]) == (same[0], same[1] or "")
@@ -153,15 +153,11 @@ def test_messages_that_openai_takes(sent: dict[str, Any], same: tuple[str, str |
 def test_invalid_rows_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"prompt": "1", "response": "2"}\n{"prompt": 1}\n  \n\n{"prompt": "3", "response": "4"}\noops\n')
-    for config in (
-        DataConfig(path=str(path), invalid="drop", val_fraction=0),
-        DataConfig.model_validate({"invalid": "drop", "mixture": {"a": {"path": str(path), "val_fraction": 0}}}),
-    ):
-        examples = load_splits(config).train
-        assert [(example.prompt, example.source) for example in examples] == [
-            ("1", f"{path}, line 2"),
-            ("3", f"{path}, line 6"),
-        ]
+    source = {"path": str(path), "val_fraction": 0}
+    for keys in (source, {"mixture": {"a": source}}):
+        examples = load_splits(DataConfig.model_validate({"invalid": "drop", **keys})).train
+        found = [(example.prompt, example.source) for example in examples]
+        assert found == [("1", f"{path}, line 2"), ("3", f"{path}, line 6")]
         assert f"{path}: dropped 2 of 4 examples that are invalid; the first: {path}, line 3: 'prompt' is 1" in caplog.text
         caplog.clear()
     with pytest.raises(DataError, match=r"line 3: 'prompt' is 1"):
@@ -171,19 +167,16 @@ def test_invalid_rows_are_dropped_and_counted(tmp_path: Path, caplog: pytest.Log
 def test_prompts_alone(tmp_path: Path) -> None:
     """Without `data.response_key`: the prompt of a conversation is all of its messages."""
     messages = [{"role": "user", "content": "hi"}]
-    path = write(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": messages}, {"messages": messages, "tools": TOOLS}])
-    config = DataConfig(path=path, response_key=None, apply_chat_template=True)
-    prompts = encode_prompts(
-        [with_chat(example, config) for example in read_examples(path, "train", config)],
-        character_tokenizer(CHARACTERS, TEMPLATE),
-    )
+    rows, path = [{"prompt": "hi"}, {"prompt": messages}, {"messages": messages, "tools": TOOLS}], tmp_path / "a.jsonl"
+    keys: dict[str, Any] = {"response_key": None, "apply_chat_template": True}
+    examples = [with_chat(example, DataConfig(**keys)) for example in read(path, rows, **keys)]
+    prompts = encode_prompts(examples, character_tokenizer(CHARACTERS, TEMPLATE))
     assert [(prompt.text, prompt.reference) for prompt in prompts] == [("[user]hi[assistant]", "")] * 3
     assert [list(prompt.tools) for prompt in prompts] == [[], [], TOOLS]
-    answered = write(tmp_path / "b.jsonl", [{"messages": [*messages, {"role": "assistant", "content": "yo"}]}])
     with pytest.raises(DataError, match=r"line 1: 'messages' ends with an assistant turn, but data\.response_key is"):
-        read_examples(answered, "train", config)
+        read(path, [{"messages": [*messages, {"role": "assistant", "content": "yo"}]}], **keys)
     with pytest.raises(DataError, match=r"no key 'response'; found 'prompt'\. Set data\.response_key .*, or to null if"):
-        read_examples(path, "train", DataConfig(path=path))
+        read(path, rows)
 
 
 def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
@@ -194,12 +187,9 @@ def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = character_tokenizer(CHARACTERS, tagged)
-    expected = tokenizer.apply_chat_template(
-        [{"role": message.role, "content": message.content} for message in SUMS.messages],
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        add_special_tokens=False,
-    )
+    turns = [{"role": message.role, "content": message.content} for message in SUMS.messages]
+    wanted = {"return_dict": True, "return_assistant_tokens_mask": True, "add_special_tokens": False}
+    expected = tokenizer.apply_chat_template(turns, **wanted)
     assert sum(expected["assistant_masks"]) == len("2") + len("4!") + 2
     untagged = re.sub("{% (end)?generation %}", "", tagged)
     for template in (tagged, untagged):
@@ -230,19 +220,14 @@ def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
     (prompt,) = encode_prompts([SUMS], tokenizer)
     assert last.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
     plain = [Example("1+1=", "2"), SUMS, Example("2+2=", "4")]
-    assert [learned(row) for row in encode_demonstrations(plain, tokenizer, "each")] == [
-        ["2<eos>"],
-        ["<think></think>2."],
-        ["<think></think>4!."],
-        ["4<eos>"],
-    ]
+    rows = encode_demonstrations(plain, tokenizer, "each")
+    assert [learned(row)[0] for row in rows] == ["2<eos>", "<think></think>2.", "<think></think>4!.", "4<eos>"]
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
 def test_tools_and_their_calls_are_rendered(tools: Any, tmp_path: Path) -> None:
     """Compares with transformers' rendering of the same messages."""
-    path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": tools}])
-    (example,) = read_examples(path, "train", DataConfig(path=path))
+    (example,) = read(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": tools}])
     tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
     (row,) = encode_demonstrations([example], tokenizer)
     rendered = tokenizer.apply_chat_template(ASKED, TOOLS if tools else None, tokenize=False)
@@ -257,11 +242,10 @@ def test_unused_keys_do_not_change_tokens(tmp_path: Path) -> None:
     """Missing content is not rendered as `None`, and digests depend on tokens only."""
     asked = [{**turn, "thought": "x"} if turn["role"] == "assistant" else turn for turn in ASKED if turn["role"] != "tool"]
     asked = [{name: value for name, value in turn.items() if name != "tool_calls"} for turn in asked if turn["content"]]
-    path = write(tmp_path / "a.jsonl", [{"messages": asked, "tools": TOOLS}])
+    (more,) = read(tmp_path / "a.jsonl", [{"messages": asked, "tools": TOOLS}])
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
-    (row,) = encode_demonstrations(read_examples(path, "train", DataConfig(path=path)), tokenizer)
+    (row,) = encode_demonstrations([more], tokenizer)
     assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(asked, tokenize=False)
-    (more,) = read_examples(path, "train", DataConfig(path=path))
     without = replace(more, tools=(), messages=tuple(replace(message, more={}) for message in more.messages))
     assert digest_of([row]) == digest_of(encode_demonstrations([without], tokenizer))
 
@@ -275,14 +259,13 @@ def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "eac
         for answer, weight in answers.items()
         for turn in ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight})
     ]
-    path = write(tmp_path / "a.jsonl", [{"messages": conversation}])
     tokenizer = character_tokenizer(CHARACTERS, template)
-    rows = encode_demonstrations(read_examples(path, "train", DataConfig(path=path)), tokenizer, turns)
+    rows = encode_demonstrations(read(tmp_path / "a.jsonl", [{"messages": conversation}]), tokenizer, turns)
     expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]
     assert [[text.removesuffix("<eos>") for text in learned(row)] for row in rows] == expected
-    path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in conversation]}])
+    ignored = read(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in conversation]}])
     with pytest.raises(DataError, match=r"b\.jsonl, line 1: every assistant turn .* weight 0.* nothing to learn"):
-        encode_demonstrations(read_examples(path, "train", DataConfig(path=path)), tokenizer, turns)
+        encode_demonstrations(ignored, tokenizer, turns)
 
 
 def test_turns_with_weights_need_marks() -> None:
@@ -299,11 +282,6 @@ def test_an_opening_assistant_turn_is_context() -> None:
         (text,) = learned(row)
         assert text in ("2<eos>", "<think></think>2.")
         assert character_tokenizer(CHARACTERS).decode(row.tokens).startswith("[assistant]hi")
-    with pytest.raises(DataError, match="nothing to learn"):
-        encode_demonstrations(
-            [Example("", "hi", (Message("user", "a"), Message("assistant", "hi", learned=False)))],
-            character_tokenizer(CHARACTERS, TEMPLATE),
-        )
 
 
 @pytest.mark.parametrize("answer", ["ok", "caf\u00e9", "\u65e5\u672c", "hi \U0001f600", "\u00e9"])
@@ -329,11 +307,9 @@ def test_null_keys_of_dataset_messages_are_removed(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     other = {**CALL, "function": {"name": "time", "arguments": {"zone": "CET"}}}
     asked = [ASKED, [*ASKED[:1], {**ASKED[1], "tool_calls": [other]}, *ASKED[2:]]]
-    datasets.Dataset.from_list([{"messages": turns, "tools": TOOLS} for turns in asked]).save_to_disk(
-        str(tmp_path / "asked")
-    )
-    tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
-    rows = encode_demonstrations(load_splits(DataConfig(path=str(tmp_path / "asked"), val_fraction=0)).train, tokenizer)
+    path, tokenizer = str(tmp_path / "asked"), character_tokenizer(CHARACTERS, WITH_TOOLS)
+    datasets.Dataset.from_list([{"messages": turns, "tools": TOOLS} for turns in asked]).save_to_disk(path)
+    rows = encode_demonstrations(load_splits(DataConfig(path=path, val_fraction=0)).train, tokenizer)
     calls = [json.loads(learned(row)[0].removesuffix("<eos>")) for row in rows]
     assert calls == [CALL["function"], other["function"]]
 
@@ -342,9 +318,8 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
     """Saved splits of conversations, and files with other column names, all written by `datasets`."""
     datasets = pytest.importorskip("datasets")
     pairs = [{"q": f"{n}+1=", "a": str(n + 1), "unused": n} for n in range(12)]
-    chats = [
-        {"messages": [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]} for row in pairs
-    ]
+    user, assistant = {"role": "user"}, {"role": "assistant"}
+    chats = [{"messages": [{**user, "content": row["q"]}, {**assistant, "content": row["a"]}]} for row in pairs]
     splits = {"train": datasets.Dataset.from_list(chats), "test": datasets.Dataset.from_list(chats[:3])}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     actual = load_splits(DataConfig(path=str(tmp_path / "saved"), val_split="test"))
@@ -437,9 +412,7 @@ def test_paths_that_may_have_splits(tmp_path: Path) -> None:
 def test_a_missing_datasets_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name))
-    with pytest.raises(
-        MissingDependencyError, match=r"pairs.parquet.*'datasets', which is not installed.*write .* as JSONL"
-    ):
+    with pytest.raises(MissingDependencyError, match=r"pairs.parquet.*'datasets', which is not .*write .* as JSONL"):
         load_splits(DataConfig(path=str(tmp_path / "pairs.parquet")))
 
 
@@ -454,9 +427,7 @@ def test_collate() -> None:
 
 def test_too_long() -> None:
     rows = encode_demonstrations([Example("1" * n, "2", source=f"line {n}") for n in (1, 9, 5)], character_tokenizer("12"))
-    with pytest.raises(
-        DataError, match=r"line 9: 11 tokens, but there is room for 7 .*; 1 of 3 sequences are too long. Raise policy.x, "
-    ):
+    with pytest.raises(DataError, match=r"line 9: 11 tokens, .* room for 7 .*; 1 of 3 .* are too long. Raise policy.x, "):
         keep_fitting(rows, 7, "error", "the bucket", "policy.x")
     assert [len(row) for row in keep_fitting(rows, 7, "drop", "the bucket", "policy.x")] == [3, 7]
     with pytest.raises(DataError, match="3 of 3"):
@@ -519,12 +490,8 @@ def test_a_digest_depends_on_what_is_learned() -> None:
     for encode in (encode_prompts, encode_demonstrations):
         first = digest_of(encode(examples, tokenizer))
         assert digest_of(encode(elsewhere, tokenizer)) == first
-        for others in (
-            examples[::-1],
-            examples[:1],
-            [replace(examples[0], prompt="1+2="), examples[1]],
-            [replace(examples[0], response="3"), examples[1]],
-        ):
+        changed = [[replace(examples[0], **change), examples[1]] for change in ({"prompt": "1+2="}, {"response": "3"})]
+        for others in (examples[::-1], examples[:1], *changed):
             assert digest_of(encode(others, tokenizer)) != first
     (row,) = encode_demonstrations(examples[:1], tokenizer)
     assert digest_of([replace(row, loss_mask=1 - row.loss_mask)]) != digest_of([row])
@@ -544,15 +511,10 @@ def mixture(tmp_path: Path, **more: object) -> DataConfig:
     return DataConfig.model_validate({"mixture": {"ones": ones, "twos": {**twos, "val_fraction": 0.2, **more}}})
 
 
-@given(
-    weights=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=5),
-    draws=st.integers(1, 60),
-    counts=st.lists(st.integers(1, 7), min_size=5, max_size=5),
-)
-def test_any_stretch_of_draws_has_the_shares(weights: list[float], draws: int, counts: list[int]) -> None:
-    names, start, sources = "abcde"[: len(weights)], 0, {}
-    for name, count in zip(names, counts, strict=False):
-        sources[name], start = list(range(start, start + count)), start + count
+@given(st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(1, 7)), min_size=1, max_size=5), st.integers(1, 60))
+def test_any_stretch_of_draws_has_the_shares(weighed: list[tuple[float, int]], draws: int) -> None:
+    names, weights = "abcde"[: len(weighed)], [weight for weight, _ in weighed]
+    sources = {name: [10 * place + n for n in range(weighed[place][1])] for place, name in enumerate(names)}
     sampler = Sampler(sources, dict(zip(names, weights, strict=True)), seed=3)
     drawn = sampler.take(draws)
     for name, weight in zip(names, weights, strict=True):
