@@ -3,7 +3,6 @@
 Truth: `processor.apply_chat_template` of the finished conversation with the images themselves.
 """
 
-import base64
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -25,7 +24,7 @@ from dagrl.rl.rollout.episodes import Episode, RolloutGroup, token_rows
 from dagrl.rl.rollout.turns import EnvironmentTurns, set_conversations
 from dagrl.rl.tools import Call, Calls
 from tests.unit.data.processors import FAMILIES, Family, processor_of
-from tests.unit.data.test_media import ANSWER, QUESTION, SIZES, folder, image, picture, png, text, truth  # noqa: F401
+from tests.unit.data.test_media import ANSWER, QUESTION, SIZES, at_url, data_url, folder, image, picture, png, text, truth  # noqa: F401
 from tests.unit.rl.test_agent_endpoint import ScriptedGeneration, Served, Turn
 
 CONVERSATION: list[dict[str, Any]] = [
@@ -38,10 +37,6 @@ CONVERSATION: list[dict[str, Any]] = [
 """The first message is what `reset` gives; then the environment answers each turn."""
 
 
-def url(number: int) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png(number)).decode()}"
-
-
 def sent(message: dict[str, Any], kinds: Iterator[str]) -> dict[str, Any]:
     """Returns a message with its images in the ways that environments may send them."""
     parts: list[dict[str, Any]] = []
@@ -50,9 +45,8 @@ def sent(message: dict[str, Any], kinds: Iterator[str]) -> dict[str, Any]:
             parts.append(part)
             continue
         number, kind = int(part["image"][len("images/")]), next(kinds)
-        forms = {"pillow": picture(number), "bytes": png(number), "url": url(number)}
-        as_url = {"type": "image_url", "image_url": {"url": forms[kind]}}
-        parts.append(as_url if kind == "url" else {**IMAGE, "image": forms[kind]})
+        forms = {"pillow": picture(number), "bytes": png(number)}
+        parts.append(at_url(data_url(number)) if kind == "url" else {**IMAGE, "image": forms[kind]})
     return {**message, "content": parts}
 
 
@@ -77,9 +71,8 @@ class Broken:
         return [{"role": "user", "content": [{**IMAGE, "image": b"no image"}]}]
 
 
-def config_of(**keys: Any) -> Config:
-    policy = {"max_total_sequence_length": 4096, "generation": {"max_new_tokens": 64, "stop_token_ids": []}}
-    return Config.model_validate({"name": "run", "algorithm": "grpo", "data": {}, "policy": policy, **keys})
+POLICY = {"max_total_sequence_length": 4096, "generation": {"max_new_tokens": 64, "stop_token_ids": []}}
+CONFIG = Config.model_validate({"name": "run", "algorithm": "grpo", "data": {}, "policy": POLICY})
 
 
 def media_in(directory: Path, family: Family, images: Path | None = None, **limits: Any) -> RolloutMedia:
@@ -103,7 +96,7 @@ def play(settings: EnvironmentConfig | str, media: RolloutMedia, prompt: Prompt,
     group = RolloutGroup(0, 0, [Episode(prompt, 0, 64)])
     (episode,) = group.episodes
     with EnvironmentRunner(settings, tokenizer, media) as environment:
-        source = EnvironmentTurns(config_of(), tokenizer, environment, media)
+        source = EnvironmentTurns(CONFIG, tokenizer, environment, media)
         ready = source.start([group])
         for turn in [*turns, None]:
             while not ready and not episode.finish_reason:
@@ -185,9 +178,8 @@ def test_images_of_tools_have_the_tokens_of_the_processor(tmp_path: Path, monkey
     monkeypatch.setattr("dagrl.rl.tools._call_parser", lambda *_: parse)
     family, media = FAMILIES[0], media_in(tmp_path, FAMILIES[0])
     asked, answer = [{"role": "user", "content": [image(0), text(QUESTION)]}], {"role": "assistant", "content": ANSWER}
-    shown = [
-        {"role": "tool", "content": [*before, image(number)]} for number, before in ((1, []), (2, [text("and ")]), (0, []))
-    ]
+    contents = [image(1)], [text("and "), image(2)], [image(0)]
+    shown = [{"role": "tool", "content": content} for content in contents]
     whole = [*asked, answer, shown[0], answer, *shown[1:]]
     medium = Medium(png(0), id_of(png(0)), SIZES[0])
     media.store.add([medium])
@@ -235,12 +227,12 @@ def test_requests_take_data_urls_and_files_by_openais_client(served: Served, tmp
     family, store = FAMILIES[0], served.server.renderer.media.store  # type: ignore[union-attr]
     store.add([Medium(png(1), id_of(png(1)), SIZES[1])])
     file = (folder / "images" / "2.png").as_uri()
-    messages = [parts(CONVERSATION[0], url(0))]
+    messages = [parts(CONVERSATION[0], data_url(0))]
     first = served.chat(messages, ANSWER)
     assert first.choices[0].message.content == ANSWER
     assert first.prompt_token_ids == truth(family, CONVERSATION[:1], opened=True)["input_ids"]
     answer = {"role": "assistant", "content": ANSWER}
-    messages = [parts(CONVERSATION[0], url(0)), answer, parts(CONVERSATION[2], file, url(2))]
+    messages = [parts(CONVERSATION[0], data_url(0)), answer, parts(CONVERSATION[2], file, data_url(2))]
     second = served.chat(messages, "hello")
     assert second.prompt_token_ids == truth(family, CONVERSATION[:3], opened=True)["input_ids"]
     kept = store.path(id_of(png(1))).as_uri()  # as in the example that an agent gets
@@ -255,17 +247,16 @@ def test_requests_take_data_urls_and_files_by_openais_client(served: Served, tmp
     check_images(family, episode, [0, 2, 2, 1], store)
 
 
-REFUSED = {
-    "an address": ("https://example.com/1.png", "expected: a data URL"),
-    "a file elsewhere": ("file:///etc/passwd", "under environment.endpoint.image_directory"),
-    "a path": ("images/0.png", "expected: a data URL"),
-    "no image": ("data:image/png;base64,AAAA", "not an image that Pillow can read"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_images_are_refused(name: str, served: Served) -> None:
-    given, expected = REFUSED[name]
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("https://example.com/1.png", "expected: a data URL"),
+        ("file:///etc/passwd", "under environment.endpoint.image_directory"),
+        ("images/0.png", "expected: a data URL"),
+        ("data:image/png;base64,AAAA", "not an image that Pillow can read"),
+    ],
+)
+def test_other_images_are_refused(given: str, expected: str, served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match=expected) as caught:
         served.chat([parts(CONVERSATION[0], given)], ANSWER)
     assert caught.value.param == "messages"
@@ -275,11 +266,9 @@ def test_links_out_of_the_directory_are_refused(served: Served, folder: Path, tm
     (tmp_path / "secret.png").write_bytes(png(0))
     link = folder / "images" / "link.png"
     link.symlink_to(tmp_path / "secret.png")
-    try:
-        with pytest.raises(openai.BadRequestError, match="image_directory"):
-            served.chat([parts(CONVERSATION[0], link.as_uri())], ANSWER)
-    finally:
-        link.unlink()
+    with pytest.raises(openai.BadRequestError, match="image_directory"):
+        served.chat([parts(CONVERSATION[0], link.as_uri())], ANSWER)
+    link.unlink()
 
 
 def test_examples_have_the_urls_of_their_images(tmp_path: Path) -> None:
