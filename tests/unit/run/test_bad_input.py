@@ -261,8 +261,7 @@ cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
     cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
 cluster.gpus_per_worker=1; cluster.num_gpus=0 ->
     this machine has 0 GPUs and a worker takes 1 ... or set cluster.gpus_per_worker=0
-MEGATRON.cuda_graphs=true; cluster.num_gpus=0 ->
-    MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
+MEGATRON.cuda_graphs=true; cluster.num_gpus=0 -> MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
 output_dir=/proc/x -> output_dir /proc/x: cannot write in /proc
 environment.function=dagrl.data:Example ->
     environment.function: dagrl.data:Example has no method reset or step ... docs/rewards.md
@@ -275,8 +274,7 @@ environment.tools=['json:dumps']; environment.function=tests.integration.unigram
 environment.tools=['my_tools:search'] -> environment.tools: there is no module
 environment.function=my_task:answer -> environment.function ... my_task
 environment.agent=my_agent:solve -> environment.agent: there is no module
-environment.agent=HERE:half ->
-    environment.agent: too many positional ... half takes number, and is given example, endpoint
+environment.agent=HERE:half -> environment.agent: too many positional ... half takes number, and is given example, endpoint
 environment.agent=tests.integration.agent_task:adds_twice; environment.tools=['json:dumps'] ->
     environment.agent is set, and so is environment.tools; leave one
 environment.agent=tests.integration.agent_task:adds_twice; policy.router_replay=true ->
@@ -309,8 +307,7 @@ data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers
 data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
     HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
 MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
-policy.router_replay=true; algorithm=sft; MIXTURE ->
-    policy.router_replay is true, but algorithm 'sft' generates nothing
+policy.router_replay=true; algorithm=sft; MIXTURE -> policy.router_replay is true, but algorithm 'sft' generates nothing
 GRAPHS; MEGATRON.pipeline_model_parallel_size=2 -> MEGATRON.cuda_graphs is true ... pipeline_model_parallel_size is 2
 GRAPHS; MEGATRON.activation_checkpointing=true -> activation_checkpointing
 GRAPHS; policy.generation.colocated.enabled=true -> colocated.enabled

@@ -40,15 +40,33 @@ H200 = GPUS["H200"]
 GRAPHS = " policy.megatron_cfg.cuda_graphs=true"
 FLASH = " policy.deterministic=true"  # FlashAttention 2 for packed rows, as before cuDNN computed them
 SELECTIVE = " policy.fsdp_cfg.activation_checkpointing=selective"
+FSDP_RESULTS = "1x-nvidia-h200/2026-11-29/fsdp.json"
 SHARDED = " policy.megatron_cfg.use_distributed_optimizer=true"
 
-FITTED = [  # SFT steps by `dagrl bench train`: case, rows, length, sequences of a microbatch, file, row
-    ("0.6b:dp1" + GRAPHS, 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 0),
-    ("0.6b:dp1", 16, 2048, 8, "4x-nvidia-h200/2026-11-26/train-0.6b.json", 1),
-    ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2, "1x-nvidia-h200/2026-11-29/train-0.6b-8k.json", 0),
-    ("0.6b:dp1" + PACKED + GRAPHS + FLASH, 4, 8192, 2, "1x-nvidia-h200/2026-11-29/train-0.6b-8k.json", 1),
-    ("4b:dp1", 16, 2048, 4, "4x-nvidia-h200/2026-11-26/train-4b.json", 0),
+SFT = [  # name in docs/gpu.md; case, rows, length and sequences of a microbatch of `dagrl bench train`; file, row
+    ("", ("0.6b:dp1" + GRAPHS, 16, 2048, 8), "4x-nvidia-h200/2026-11-26/train-0.6b.json", 0),
+    ("", ("0.6b:dp1", 16, 2048, 8), "4x-nvidia-h200/2026-11-26/train-0.6b.json", 1),
+    ("", ("0.6b:dp1" + PACKED + GRAPHS, 4, 8192, 2), "1x-nvidia-h200/2026-11-29/train-0.6b-8k.json", 0),
+    ("", ("0.6b:dp1" + PACKED + GRAPHS + FLASH, 4, 8192, 2), "1x-nvidia-h200/2026-11-29/train-0.6b-8k.json", 1),
+    ("", ("4b:dp1", 16, 2048, 4), "4x-nvidia-h200/2026-11-26/train-4b.json", 0),
+    ("8B with 28 layers", ("8b@28:dp1", 64, 2048, 1), "2x-nvidia-h200/2026-11-26/train-8b.json", 0),
+    ("4B with 18 layers", ("4b@18:dp1", 16, 2048, 2), "2x-nvidia-h200/2026-11-26/train-checkpoint.json", 0),
+    ("4B, 4,096 tokens, packed", ("4b:dp1" + PACKED, 8, 4096, 2), "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 2),
+    ("... by FlashAttention 2", ("4b:dp1" + PACKED + FLASH, 8, 4096, 2), "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 3),
+    (
+        "30B-A3B with 3 layers",
+        ("30b@3:dp1" + PACKED + FLASH, 16, 2048, 4),
+        "2x-nvidia-h200/2026-11-26/train-experts.json",
+        0,
+    ),
+    ("1.7B, FSDP, microbatches of 16", ("1.7b:dp1" + FSDP, 32, 2048, 16), "1x-nvidia-h200/2026-11-30/train.json", 0),
+    ("4B, FSDP, microbatches of 6", ("4b:dp1" + FSDP, 18, 2048, 6), "1x-nvidia-h200/2026-11-30/train.json", 1),
+    ("0.6B, microbatches of 16", ("0.6b:dp1", 32, 2048, 16), "1x-nvidia-h200/2026-11-30/train.json", 2),
+    ("0.6B, FSDP", ("0.6b:dp1" + FSDP, 16, 2048, 8), f"{FSDP_RESULTS}#sft", 1),
+    ("4B, 65,536 tokens, FSDP, `selective`", ("4b:dp1" + SELECTIVE + FSDP, 1, 65536, 1), f"{FSDP_RESULTS}#long", 1),
+    ("30B-A3B with 8 layers, FSDP", ("30b@8:dp1" + FSDP, 16, 2048, 4), f"{FSDP_RESULTS}#experts", 0),
 ]
+"""Rates were fitted to runs without a name."""
 GENERATION = [  # model, sequences, completion, file, row: fitted, too
     ("0.6b", 64, 256, "2x-nvidia-h200/2026-11-27/peers-generate.json", 0),
     ("0.6b", 256, 256, "4x-nvidia-h200/2026-11-27/peers-generate.json", 0),
@@ -56,33 +74,10 @@ GENERATION = [  # model, sequences, completion, file, row: fitted, too
     ("0.6b", 64, 4096, "4x-nvidia-h200/2026-11-27/peers-generate-long.json", 0),
 ]
 DECODING = "1x-nvidia-h200/2026-11-29/decode.json"  # rows fitted to, too: with our attention, 384 tokens
-SFT = [  # as `FITTED`, with the name in docs/gpu.md
-    ("SFT, 8B with 28 layers", "8b@28:dp1", 64, 2048, 1, "2x-nvidia-h200/2026-11-26/train-8b.json", 0),
-    ("SFT, 4B with 18 layers", "4b@18:dp1", 16, 2048, 2, "2x-nvidia-h200/2026-11-26/train-checkpoint.json", 0),
-    ("SFT, 4B, 4,096 tokens, packed", "4b:dp1" + PACKED, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 2),
-    ("... by FlashAttention 2", "4b:dp1" + PACKED + FLASH, 8, 4096, 2, "2x-nvidia-h200/2026-11-27/train-4b-4k.json", 3),
-    (
-        "SFT, 30B-A3B with 3 layers",
-        "30b@3:dp1" + PACKED + FLASH,
-        16,
-        2048,
-        4,
-        "2x-nvidia-h200/2026-11-26/train-experts.json",
-        0,
-    ),
-    ("SFT, 1.7B, FSDP, microbatches of 16", "1.7b:dp1" + FSDP, 32, 2048, 16, "1x-nvidia-h200/2026-11-30/train.json", 0),
-    ("SFT, 4B, FSDP, microbatches of 6", "4b:dp1" + FSDP, 18, 2048, 6, "1x-nvidia-h200/2026-11-30/train.json", 1),
-    ("SFT, 0.6B, microbatches of 16", "0.6b:dp1", 32, 2048, 16, "1x-nvidia-h200/2026-11-30/train.json", 2),
-]
-SHARDED_SFT = [  # ..., list and row of 1x-nvidia-h200/2026-11-29/fsdp.json
-    ("SFT, 0.6B, FSDP", "0.6b:dp1", 16, 2048, 8, "sft", 1),
-    ("SFT, 4B, 65,536 tokens, FSDP, `selective`", "4b:dp1" + SELECTIVE, 1, 65536, 1, "long", 1),
-    ("SFT, 30B-A3B with 8 layers, FSDP", "30b@8:dp1", 16, 2048, 4, "experts", 0),
-]
-GRPO = [  # name, model, sequences, completion, sequences of a microbatch, file
-    ("GRPO, 0.6B, 2,048 x (120 + 256)", "0.6b", 2048, 256, 16, "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json"),
-    ("GRPO, 0.6B, 64 x (120 + 4,096)", "0.6b", 64, 4096, 2, "4x-nvidia-h200/2026-11-27/peers-grpo-long.json"),
-    ("GRPO, 4B, 512 x (120 + 256)", "4b", 512, 256, 4, "2x-nvidia-h200/2026-11-26/peers-grpo-4b.json"),
+GRPO = [  # name, model, sequences, completion and sequences of a microbatch, file
+    ("0.6B, 2,048 x (120 + 256)", ("0.6b", 2048, 256, 16), "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json"),
+    ("0.6B, 64 x (120 + 4,096)", ("0.6b", 64, 4096, 2), "4x-nvidia-h200/2026-11-27/peers-grpo-long.json"),
+    ("4B, 512 x (120 + 256)", ("4b", 512, 256, 4), "2x-nvidia-h200/2026-11-26/peers-grpo-4b.json"),
 ]
 ALONE = {"0.6b": (6, "2x-nvidia-h200/2026-11-23/train-0.6b.json"), "4b": (4, "2x-nvidia-h200/2026-11-23/train-4b.json")}
 LAYOUTS = [  # case, rows, microbatch, file, row: with layers of 23 November, slower on one GPU (`ALONE`), too
@@ -95,7 +90,9 @@ LAYOUTS = [  # case, rows, microbatch, file, row: with layers of 23 November, sl
 
 
 def row_of(file: str, row: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / file).read_text())["rows"][row]
+    """Returns a row of a file's `rows`, or of the list behind a `#`."""
+    name, _, part = file.partition("#")
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())[part or "rows"][row]
     return found
 
 
@@ -114,9 +111,8 @@ def grpo(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int, completion
     monkeypatch.setattr(workloads, "gpus", lambda: [Gpu("GPU-0", "NVIDIA H200", 143771, "580", (9, 0))])
     case = rollout_case("", model, str(sequences), completion, micro=micro, tiny=False, kv_share=0.4)
     config = Config.model_validate(grpo_config(case, Path("m")))
-    config = config.with_keys(
-        {"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True}
-    )  # `FLASH`, vLLM's own kernels
+    keys = {"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True}  # `FLASH`, vLLM's own kernels
+    config = config.with_keys(keys)
     return config, generated_rows(config, [case.prompt])
 
 
@@ -129,18 +125,19 @@ def grpo_step(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int) -> dict[
     return {time.phase: time.seconds for time in times} | {"step": step_seconds(config, times)}
 
 
+def decoding(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int) -> float:
+    """Returns the seconds of completions of 384 tokens by our kernels."""
+    config, rows = grpo(monkeypatch, model, sequences, 384, 1)
+    config, shape = config.with_keys({"policy.deterministic": False}), workloads.SHAPES[workloads.MODELS[model]].config
+    (phase,) = (time for time in run_times(config, RunPlan.of(config), shape, H200, rows) if time.phase == "generate")
+    return phase.seconds
+
+
 def check(name: str, predicted: float, measured: float) -> None:
     """Checks a row of the table in docs/gpu.md."""
     assert predicted == pytest.approx(measured, rel=0.2)
     row = f"| {name} | {predicted:.3g} | {measured:.3g} | {predicted / measured:.2f} |"
     assert row in (ROOT / "docs" / "gpu.md").read_text(), row
-
-
-@pytest.mark.parametrize(("case", "rows", "length", "micro", "file", "row"), FITTED)
-def test_rates_are_those_of_the_runs_that_they_were_fitted_to(
-    case: str, rows: int, length: int, micro: int, file: str, row: int
-) -> None:
-    assert sft_step(case, rows, length, micro) == pytest.approx(seconds_of(file, row), rel=0.06)
 
 
 @pytest.mark.parametrize(("model", "sequences", "completion", "file", "row"), GENERATION)
@@ -154,19 +151,12 @@ def test_rates_of_engines_are_those_of_their_runs(
 @pytest.mark.parametrize("row", [row for row in range(22) if "attention" in row_of(DECODING, row)["with"]])
 def test_rates_of_our_kernels_are_those_of_their_runs(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = row_of(DECODING, row)
-    config, rows = grpo(monkeypatch, run["model"], run["sequences"], 384, 1)
-    config = config.with_keys({"policy.deterministic": False})
-    shape = workloads.SHAPES[workloads.MODELS[run["model"]]].config
-    (phase,) = (time for time in run_times(config, RunPlan.of(config), shape, H200, rows) if time.phase == "generate")
-    assert phase.seconds == pytest.approx(run["whole_s"], rel=0.07)
+    assert decoding(monkeypatch, run["model"], run["sequences"]) == pytest.approx(run["whole_s"], rel=0.07)
 
 
 def test_generation_of_another_model_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, rows = grpo(monkeypatch, "4b", 64, 384, 1)
-    config = config.with_keys({"policy.deterministic": False})
-    times = run_times(config, RunPlan.of(config), workloads.SHAPES["qwen3-4b"].config, H200, rows)
-    (seconds,) = (time.seconds for time in times if time.phase == "generate")
-    check("Generation, 4B, 64 x (120 + 384)", seconds, row_of("1x-nvidia-h200/2026-11-30/decode.json", 25)["whole_s"])
+    measured = row_of("1x-nvidia-h200/2026-11-30/decode.json", 25)["whole_s"]
+    check("Generation, 4B, 64 x (120 + 384)", decoding(monkeypatch, "4b", 64), measured)
 
 
 def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,26 +166,17 @@ def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.M
         assert predicted[phase] == pytest.approx(measured[key], rel=0.1)
 
 
-@pytest.mark.parametrize(("name", "case", "rows", "length", "micro", "file", "row"), SFT)
-def test_steps_of_sft_take_as_long_as_predicted(
-    name: str, case: str, rows: int, length: int, micro: int, file: str, row: int
-) -> None:
-    check(name, sft_step(case, rows, length, micro), seconds_of(file, row))
+@pytest.mark.parametrize(("name", "run", "file", "row"), SFT)
+def test_steps_of_sft_take_as_long_as_predicted(name: str, run: Any, file: str, row: int) -> None:
+    if name:
+        check(name if name.startswith("...") else f"SFT, {name}", sft_step(*run), seconds_of(file, row))
+    else:
+        assert sft_step(*run) == pytest.approx(seconds_of(file, row), rel=0.06)
 
 
-@pytest.mark.parametrize(("name", "case", "rows", "length", "micro", "part", "row"), SHARDED_SFT)
-def test_fsdp_steps_take_as_long_as_predicted(
-    name: str, case: str, rows: int, length: int, micro: int, part: str, row: int
-) -> None:
-    measured = json.loads((RESULTS / "1x-nvidia-h200/2026-11-29/fsdp.json").read_text())[part][row]
-    check(name, sft_step(case + FSDP, rows, length, micro), measured["median_s"])
-
-
-@pytest.mark.parametrize(("name", "model", "sequences", "completion", "micro", "file"), GRPO)
-def test_steps_of_grpo_take_as_long_as_predicted(
-    name: str, model: str, sequences: int, completion: int, micro: int, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(name, grpo_step(monkeypatch, model, sequences, completion, micro)["step"], seconds_of(file, 0))
+@pytest.mark.parametrize(("name", "run", "file"), GRPO)
+def test_steps_of_grpo_take_as_long_as_predicted(name: str, run: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(f"GRPO, {name}", grpo_step(monkeypatch, *run)["step"], seconds_of(file, 0))
 
 
 def test_phases_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +189,8 @@ def test_phases_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_run_with_lengths_that_differ_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config, times = step_times(
-        load_config("dagrl/bench/gpu/step.yaml", ["cluster.num_gpus=2", "policy.deterministic=true"]), "H200"
-    )
+    words = ["cluster.num_gpus=2", "policy.deterministic=true"]
+    config, times = step_times(load_config("dagrl/bench/gpu/step.yaml", words), "H200")
     assert [time.phase for time in times] == ["generate", "reference_logprobs", "train_step", "refit", "overhead"]
     result = json.loads((RESULTS / "2x-nvidia-h200/2026-11-28/third-form.json").read_text())
     name = "GRPO, 0.6B, 256 x (120 + 1 to 1,024), reference policy, two GPUs"
@@ -222,25 +202,21 @@ FOUR = [f"policy.random_init.hf_config.{name}={size}" for name, size in WIDE.ite
 FOUR += ["policy.megatron_cfg.tensor_model_parallel_size=2", "policy.generation.vllm_cfg.data_parallel_size=2"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "keys", "age", "file", "row"),
-    [
-        (2, [], 1, "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 2),
-        (2, [], 2, "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 3),
-        (2, [], 4, "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 4),
-        (4, FOUR, 2, "4x-nvidia-h200/2026-11-22/compare-qwen3-4b.json", 3),
-    ],
-)
+IN_FLIGHT = {2: "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 4: "4x-nvidia-h200/2026-11-22/compare-qwen3-4b.json"}
+
+
+@pytest.mark.parametrize(("gpus", "age", "row"), [(2, 1, 2), (2, 2, 3), (2, 4, 4), (4, 2, 3)])
 def test_updates_in_flight_let_batches_overlap_as_predicted(
-    gpus: int, keys: list[str], age: int, file: str, row: int, monkeypatch: pytest.MonkeyPatch
+    gpus: int, age: int, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    keys = FOUR if gpus == 4 else []
     sizes = [f"cluster.num_gpus={gpus}", "grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128"]
     ahead = f"grpo.async_grpo={{enabled: true, in_flight_weight_updates: true, max_trajectory_age_steps: {age}}}"
     words = [*sizes, "data.task_args.count=16", "policy.deterministic=true", *keys, ahead]
     config, times = step_times(load_config("dagrl/bench/gpu/step.yaml", words), "H200")
     name = f"GRPO, {'4B' if keys else '0.6B'}, 128 x (120 + 1 to 1,024), in flight, age {age}, {gpus} GPUs"
-    check(name, step_seconds(config, times), row_of(file, row)["step_s"])
+    check(name, step_seconds(config, times), row_of(IN_FLIGHT[gpus], row)["step_s"])
 
 
 @pytest.mark.parametrize(("case", "rows", "micro", "file", "row"), LAYOUTS)
@@ -251,18 +227,13 @@ def test_layouts_speed_up_tokens_as_predicted(case: str, rows: int, micro: int, 
     assert predicted == pytest.approx(seconds_of(file, row) / rows / (seconds_of(of_alone, 0) / 24), rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("case", "file"),
-    [("4B TP1->TP1", "2x-nvidia-h200/2026-11-26/refit.json"), ("30B EP2->TP2", "4x-nvidia-h200/2026-11-26/refit.json")],
-)
-def test_refits_take_as_long_as_predicted(case: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = json.loads((RESULTS / file).read_text())["cases"]
+@pytest.mark.parametrize(("case", "gpus"), [("4B TP1->TP1", 2), ("30B EP2->TP2", 4)])
+def test_refits_take_as_long_as_predicted(case: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads((RESULTS / f"{gpus}x-nvidia-h200/2026-11-26/refit.json").read_text())["cases"]
     found = next(row for row in rows if (row["name"], row["method"], row["dtype"]) == (case, "dagrl", "bf16"))
     config, _ = grpo(monkeypatch, "4b", 8, 256, 4)
-    config, model = (
-        config.with_keys({"policy.generation.colocated.enabled": False}),
-        Decoder.of(workloads.SHAPES["qwen3-4b"].config),
-    )
+    config = config.with_keys({"policy.generation.colocated.enabled": False})
+    model = Decoder.of(workloads.SHAPES["qwen3-4b"].config)
     predicted = refit_time(config, RunPlan.of(config), model, H200, found["bytes_into_rank"] / 2)
     assert sum(predicted.values()) == pytest.approx(found["median_s"], rel=0.2)
 
@@ -316,21 +287,19 @@ def test_shared_prompts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("keys", "phase", "reason"),
+    ("key", "value", "phase", "reason"),
     [
-        ({"policy.worker": "mine:Worker"}, "train_step", "mine:Worker: a worker of your own"),
-        ({"policy.peft.enabled": True}, "train_step", "adapters: counted as all weights"),
-        ({"policy.generation.vllm_cfg.enforce_eager": True}, "generate", "an engine without CUDA graphs: not measured"),
-        ({"policy.generation.vllm_cfg.precision": "fp8"}, "generate", "an engine in FP8: not measured"),
-        ({"policy.generation.worker": "mine:Engine"}, "generate", "mine:Engine: a worker of your own"),
+        ("worker", "mine:Worker", "train_step", "mine:Worker: a worker of your own"),
+        ("peft.enabled", True, "train_step", "adapters: counted as all weights"),
+        ("generation.vllm_cfg.enforce_eager", True, "generate", "an engine without CUDA graphs: not measured"),
+        ("generation.vllm_cfg.precision", "fp8", "generate", "an engine in FP8: not measured"),
+        ("generation.worker", "mine:Engine", "generate", "mine:Engine: a worker of your own"),
     ],
 )
-def test_what_is_not_known_is_no_prediction(
-    keys: dict[str, Any], phase: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_parts_are_no_prediction(key: str, value: Any, phase: str, reason: str, monkeypatch: Any) -> None:
     config, rows = grpo(monkeypatch, "0.6b", 128, 64, 16)
-    config, shape = config.with_keys(keys), workloads.SHAPES["qwen3-0.6b"].config
-    times = run_times(config, RunPlan.of(config), shape, H200, rows)
+    config = config.with_keys({f"policy.{key}": value})
+    times = run_times(config, RunPlan.of(config), workloads.SHAPES["qwen3-0.6b"].config, H200, rows)
     assert {time.phase: time.unknown for time in times if time.unknown} == {phase: (reason,)}
 
 
