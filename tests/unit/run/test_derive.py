@@ -20,16 +20,6 @@ from dagrl.data.chat import chat_of
 from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
 from dagrl.run import derive
-from dagrl.run.derive import (
-    Derived,
-    derive_chat,
-    derive_date,
-    derive_from_data,
-    derive_from_machine,
-    derive_images,
-    derive_steps,
-    derive_stops,
-)
 from dagrl.run.model import character_tokenizer
 from dagrl.workers.fsdp import FsdpWorker
 
@@ -66,17 +56,18 @@ def minimal(algorithm: str = "grpo", **more: Any) -> Config:
     return Config.model_validate({"name": "t", "algorithm": algorithm, "policy": policy, "data": {"path": "d"}, **more})
 
 
-def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Derived:
-    derived = derive_from_machine(config)
-    derive_chat(derived, has_template=True)
+def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> derive.Derived:
+    derived = derive.derive_from_machine(config)
+    derive.derive_chat(derived, has_template=True)
     if derived.generates:
-        derive_stops(derived, chat_of(TEMPLATED), {}, shown=True)
+        derive.derive_stops(derived, chat_of(TEMPLATED), {}, shown=True)
     rows = [range(demonstrations)] * 100 if demonstrations else []
-    derive_from_data(derived, rows, [range(prompts)] * 3200 if config.algorithm == "grpo" else [], QWEN3_06B, WEIGHTS)
+    asked = [range(prompts)] * 3200 if config.algorithm == "grpo" else []
+    derive.derive_from_data(derived, rows, asked, QWEN3_06B, WEIGHTS)
     if config.algorithm in ("dpo", "reward_model"):
-        derive_steps(derived, pairs=len(rows))
+        derive.derive_steps(derived, pairs=len(rows))
     else:
-        derive_steps(derived, demonstrations=len(rows), prompts=3200 if config.algorithm == "grpo" else 0)
+        derive.derive_steps(derived, demonstrations=len(rows), prompts=len(asked))
     check_settings(derived.config, RunPlan.of(derived.config))
     return derived
 
@@ -84,8 +75,8 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Deri
 @pytest.mark.parametrize("part", [None, "text_config"], ids=["of a text", "that takes images"])
 def test_completions_fit_a_model_with_a_short_context(part: str | None, machine: Any) -> None:
     machine(0)
-    derived, short = derive_from_machine(minimal()), {**QWEN3_06B, "max_position_embeddings": 64}
-    derive_from_data(derived, [], [range(6)] * 3200, short if part is None else {part: short}, WEIGHTS)
+    derived, short = derive.derive_from_machine(minimal()), {**QWEN3_06B, "max_position_embeddings": 64}
+    derive.derive_from_data(derived, [], [range(6)] * 3200, short if part is None else {part: short}, WEIGHTS)
     generation = derived.config.policy.generation
     assert generation is not None and generation.max_new_tokens == 32
     assert "half of the 64 tokens" in derived.reasons["policy.generation.max_new_tokens"]
@@ -128,8 +119,8 @@ def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
     assert policy.optimizer.lr == 1e-6
     assert (config.sft.max_num_steps, config.grpo.max_num_steps) == (0, 100)  # 3200 prompts, 32 a step
     assert policy.train_global_batch_size == 32 * 16 and config.loss_fn.force_on_policy_ratio
-    several = resolve(minimal(policy={"train_global_batch_size": 64})).config
-    assert not several.loss_fn.force_on_policy_ratio  # later steps of a batch have other ratios
+    several = resolve(minimal(policy={"train_global_batch_size": 64})).config  # later steps of a batch have other ratios
+    assert not several.loss_fn.force_on_policy_ratio
     assert policy.generation.colocated.enabled
     assert (engine.enforce_eager, engine.kv_cache_memory_bytes, engine.max_num_seqs) == (False, None, 512)
     assert policy.max_total_sequence_length == 1280  # 200 + 1024, rounded up to a multiple of 64
@@ -168,9 +159,8 @@ def test_colocated_engines_start_next_to_training_where_both_fit(
 
 def test_a_start_next_to_training_needs_a_known_cache(machine: Any) -> None:
     machine(1)
-    policy = {"generation": {"colocated": {"start_together": True}}}
     with pytest.raises(ConfigError, match=r"start_together is true, but .*kv_cache_memory_bytes is null"):
-        resolve(minimal(policy=policy))
+        resolve(minimal(policy={"generation": {"colocated": {"start_together": True}}}))
 
 
 @pytest.mark.parametrize(("gib", "checkpointing"), [(80, False), (24, False), (16, True)])
@@ -198,42 +188,33 @@ def test_ranks_with_parts_of_a_row_hold_a_part_of_its_activations(
 
 
 LFM2 = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+GEMMA3 = {"model_type": "gemma3_text"}
 
 
-@pytest.mark.parametrize(
-    ("model", "packs"),
-    [(LFM2, False), ({"model_type": "mamba"}, False), ({"model_type": "gemma3_text"}, True)],
-    ids=["lfm2", "mamba", "gemma3"],
-)
+@pytest.mark.parametrize(("model", "packs"), [(LFM2, False), ({"model_type": "mamba"}, False), (GEMMA3, True)])
 def test_rows_of_a_model_with_a_state_are_not_packed(model: dict[str, Any], packs: bool, machine: Any) -> None:
     machine(1)
     for chosen in ({}, {"sequence_packing": {"enabled": True}}):
-        derived = derive_from_machine(minimal("sft", policy={"backend": "fsdp", **chosen}))
-        derive_from_data(derived, [range(9)] * 9, [], model, WEIGHTS)
+        derived = derive.derive_from_machine(minimal("sft", policy={"backend": "fsdp", **chosen}))
+        derive.derive_from_data(derived, [range(9)] * 9, [], model, WEIGHTS)
         packing = derived.config.policy.sequence_packing
         assert packing.enabled is (packs or bool(chosen))  # the user's choice then is an error of the worker's check
         assert "would see each other" in derived.reasons.get("policy.sequence_packing.enabled", "") or packing.enabled
 
 
-def test_gpus_without_a_layout_each_get_a_replica(machine: Any) -> None:
-    machine(4)
-    policy = resolve(minimal()).config.policy
-    assert policy.generation is not None and policy.generation.colocated.enabled
-    assert (policy.megatron_cfg.layout.dp, policy.generation.vllm_cfg.layout.dp) == (4, 4)
-    assert policy.megatron_cfg.use_distributed_optimizer
-    assert resolve(minimal("sft"), demonstrations=9).config.policy.megatron_cfg.layout.dp == 4
+REPLICAS = [(4, 32, 16, 4), (8, 3, 5, 5), (6, 32, 8, 4), (7, 1, 8, 4), (3, 5, 5, 1), (2, 1, 2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "samples", "replicas"), [(8, (3, 5), 5), (6, (32, 8), 4), (7, (1, 8), 4), (3, (5, 5), 1), (2, (1, 2), 2)]
-)
-def test_replicas_divide_a_batch(machine: Any, gpus: int, samples: tuple[int, int], replicas: int) -> None:
+@pytest.mark.parametrize(("gpus", "prompts", "each", "replicas"), REPLICAS)
+def test_gpus_without_a_layout_get_replicas_that_divide_a_batch(
+    machine: Any, gpus: int, prompts: int, each: int, replicas: int
+) -> None:
     machine(gpus)
-    grpo = dict(zip(("num_prompts_per_step", "num_generations_per_prompt"), samples, strict=True))
-    policy = resolve(minimal(grpo=grpo)).config.policy
+    policy = resolve(minimal(grpo={"num_prompts_per_step": prompts, "num_generations_per_prompt": each})).config.policy
     assert policy.generation is not None and policy.generation.colocated.enabled == (replicas > 1)
     assert (policy.megatron_cfg.layout.dp, policy.generation.vllm_cfg.layout.dp) == (replicas, replicas)
-    chosen = {"train_global_batch_size": samples[0] * samples[1]}
+    assert policy.megatron_cfg.use_distributed_optimizer == (replicas > 1)
+    chosen = {"train_global_batch_size": prompts * each}
     assert resolve(minimal("sft", policy=chosen), demonstrations=9).config.policy.megatron_cfg.layout.dp == replicas
     assert resolve(minimal("sft"), demonstrations=9).config.policy.megatron_cfg.layout.dp == gpus
 
@@ -242,9 +223,8 @@ def test_a_rank_of_an_engine_holds_at_least_one_kv_head(machine: Any) -> None:
     machine(16)
     sizes = {}
     for ranks in (1, 2, 8, 16):  # of a model with 8 KV heads
-        engine = {"tensor_parallel_size": ranks, "max_num_seqs": 64}
-        policy = {"generation": {"vllm_cfg": engine, "colocated": {"enabled": True}}}
-        policy |= {"megatron_cfg": {"data_parallel_size": ranks}}
+        generation = {"vllm_cfg": {"tensor_parallel_size": ranks, "max_num_seqs": 64}, "colocated": {"enabled": True}}
+        policy = {"generation": generation, "megatron_cfg": {"data_parallel_size": ranks}}
         sizes[ranks] = generation_config(resolve(minimal(policy=policy)).config).vllm_cfg.kv_cache_memory_bytes
     head = 64 * (1280 + 16) * 2 * 28 * 128 * 2  # keys and values of 28 layers in bfloat16, with a spare block a sequence
     assert sizes == {ranks: max(1 << 30, head * max(1, 8 // ranks)) for ranks in sizes}
@@ -282,7 +262,7 @@ def test_without_gpus(machine: Any) -> None:
 def test_quickstarts_derive_only_backends_and_deadlines(machine: Any, name: str, gpus: int) -> None:
     """On a GPU only deadlines differ."""
     machine(gpus)
-    derived = derive_from_machine(load_config(ROOT / "examples" / f"{name}.yaml"))
+    derived = derive.derive_from_machine(load_config(ROOT / "examples" / f"{name}.yaml"))
     assert {key for key in derived.reasons if not key.startswith("timeouts.")} == {"policy.backend", "policy.worker"}
 
 
@@ -293,31 +273,25 @@ def test_a_resolved_configuration_derives_nothing_more(machine: Any, tmp_path: P
     assert "  # derived: GPUs\n  precision: bfloat16\n" in text
     (tmp_path / "config.yaml").write_text(text)
     again = load_config(tmp_path / "config.yaml")
-    assert again == derived.config and derive_from_machine(again).reasons == {}
+    assert again == derived.config and derive.derive_from_machine(again).reasons == {}
 
 
 def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
     marked = {key for key, field in all_keys() if isinstance(field.json_schema_extra, dict)}
-    found: set[str] = set()
+    fsdp, found = {"backend": "fsdp"}, set[str]()
+    learning = [minimal(sft={"max_num_epochs": 1}), minimal("sft"), minimal("sft", policy=fsdp)]
+    learning += [minimal(algorithm) for algorithm in ("dpo", "reward_model")]
+    sampling = [minimal(), minimal(policy=ADAPTERS), minimal(grpo={"async_grpo": {"enabled": True}})]
+    sampling += [minimal(policy=fsdp, models={"teacher": {"model_name": "m"}})]
     for gpus in (0, 1, 2):
         machine(gpus, 10)
-        for config, rows in (
-            (minimal(), 0),
-            (minimal(sft={"max_num_epochs": 1}), 9),
-            (minimal("sft"), 9),
-            (minimal("sft", policy={"backend": "fsdp"}), 9),
-            (minimal("dpo"), 9),
-            (minimal("reward_model"), 9),
-        ):
-            found |= set(resolve(config, demonstrations=rows).reasons)
-        found |= set(resolve(minimal(policy=ADAPTERS)).reasons)
-        found |= set(resolve(minimal(policy={"backend": "fsdp"}, models={"teacher": {"model_name": "m"}})).reasons)
-        found |= set(derive_from_machine(minimal("ppo")).reasons)
-        found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
+        found.update(*(resolve(config, demonstrations=9).reasons for config in learning))
+        found.update(*(resolve(config).reasons for config in sampling))
+        found |= set(derive.derive_from_machine(minimal("ppo")).reasons)
     machine(1)
     found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)
-    derive_date(dated := Derived(minimal()), None)
-    derive_images(dated, "row 1")
+    derive.derive_date(dated := derive.Derived(minimal()), None)
+    derive.derive_images(dated, "row 1")
     found |= set(dated.reasons)
     assert {key for key in found if not key.startswith("models.")} == marked, "a key of a mapping is of no section"
 
@@ -332,15 +306,15 @@ def test_stops_are_what_turns_end_with_and_each_says_why(caplog: pytest.LogCaptu
     """A base model with ChatML: the template ends turns with another token than the tokenizer's `eos_token`."""
     key, tokenizer = "policy.generation.stop_token_ids", ended_by("<|im_end|>\n")
     end, eos = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
-    derived = Derived(minimal(policy={"generation": {"stop_token_ids": [7]}}))
-    derive_stops(derived, chat_of(tokenizer), {"config.json": [eos]}, shown=True)
+    derived = derive.Derived(minimal(policy={"generation": {"stop_token_ids": [7]}}))
+    derive.derive_stops(derived, chat_of(tokenizer), {"config.json": [eos]}, shown=True)
     assert generation_config(derived.config).stop_token_ids == (7, eos, end)
     assert f"{end} '<|im_end|>': ends turns of the chat template" in derived.reasons[key]
     assert f"{eos} '<eos>': config.json" in derived.reasons[key] and "7 '3': configured" in derived.reasons[key]
-    derive_stops(derived, chat_of(tokenizer), {"config.json": [eos]}, shown=True)
+    derive.derive_stops(derived, chat_of(tokenizer), {"config.json": [eos]}, shown=True)
     assert generation_config(derived.config).stop_token_ids == (7, eos, end), "a resumed run has the same"
-    plain = Derived(minimal(policy={"generation": {}}))
-    derive_stops(plain, chat_of(tokenizer), {"config.json": [eos]}, shown=False)
+    plain = derive.Derived(minimal(policy={"generation": {}}))
+    derive.derive_stops(plain, chat_of(tokenizer), {"config.json": [eos]}, shown=False)
     assert generation_config(plain.config).stop_token_ids == (eos,)
     assert not caplog.messages
 
@@ -348,23 +322,23 @@ def test_stops_are_what_turns_end_with_and_each_says_why(caplog: pytest.LogCaptu
 def test_an_end_of_turns_that_is_no_token_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     several = chat_of(ended_by("<|e|>\n"))
     with pytest.raises(ConfigError, match=r"ends assistant turns with '<\|e\|>', which is not a token .*stop_strings"):
-        derive_stops(Derived(minimal(policy={"generation": {}})), several, {}, shown=True)
+        derive.derive_stops(derive.Derived(minimal(policy={"generation": {}})), several, {}, shown=True)
     for part in ("<|e", "|>"):
-        half = Derived(minimal(policy={"generation": {"stop_strings": [part, "<|e|>"]}}))
+        half = derive.Derived(minimal(policy={"generation": {"stop_strings": [part, "<|e|>"]}}))
         with pytest.raises(ConfigError, match=rf"stop_strings has '{re.escape(part)}', a part of it"):
-            derive_stops(half, several, {}, shown=True)
-    told = Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>", "\n\n"]}}))
-    derive_stops(told, several, {}, shown=True)
-    derive_stops(told, chat_of(ended_by("")), {"config.json": [2]}, shown=True)
+            derive.derive_stops(half, several, {}, shown=True)
+    told = derive.Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>", "\n\n"]}}))
+    derive.derive_stops(told, several, {}, shown=True)
+    derive.derive_stops(told, chat_of(ended_by("")), {"config.json": [2]}, shown=True)
     assert "writes no end after an assistant turn" in caplog.text and "generation ends only with '<eos>'" in caplog.text
 
 
 @pytest.mark.parametrize(("string", "fits"), [("<|im_end|>", True), ("<unk>", False), ("1<|im_end|>", False), ("1|>", True)])
 def test_a_stop_string_has_no_special_token(string: str, fits: bool) -> None:
     """They are left out of the text in which vLLM looks for it; one that stops anyway is no mistake."""
-    derived = Derived(minimal(policy={"generation": {"stop_strings": [string]}}))
+    derived = derive.Derived(minimal(policy={"generation": {"stop_strings": [string]}}))
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"is a special token, .*stop_token_ids"):
-        derive_stops(derived, chat_of(ended_by("<|im_end|>\n")), {}, shown=True)
+        derive.derive_stops(derived, chat_of(ended_by("<|im_end|>\n")), {}, shown=True)
 
 
 def test_each_difference_from_nemo_rl_has_a_reason() -> None:
@@ -376,24 +350,18 @@ def test_each_difference_from_nemo_rl_has_a_reason() -> None:
         assert same != bool(row.get("why")), row
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "model_type", "worker"),
-    [
-        ("grpo", "qwen3", "dagrl.workers.megatron:MegatronWorker"),
-        ("grpo", "gemma3_text", "dagrl.workers.fsdp:FsdpWorker"),
-        ("reward_model", "gemma3_text", "dagrl.workers.fsdp:FsdpValueWorker"),
-        ("reward_model", "qwen3", "dagrl.workers.megatron:MegatronValueWorker"),
-    ],
-)
-def test_the_backend_is_the_one_that_has_the_model(
-    algorithm: str, model_type: str, worker: str, machine: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "reward_model"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_the_backend_is_the_one_that_has_the_model(algorithm: str, model_type: str, machine: Any, tmp_path: Path) -> None:
     """On two GPUs, whose layout is that of the backend."""
     machine(2)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    derived = derive_from_machine(minimal(algorithm, policy={"model_name": str(tmp_path)}))
-    policy, fsdp = derived.config.policy, "fsdp" in worker
-    assert policy.worker == worker and policy.backend == ("fsdp" if fsdp else "megatron")
+    derived = derive.derive_from_machine(minimal(algorithm, policy={"model_name": str(tmp_path)}))
+    policy, fsdp, kind = derived.config.policy, model_type != "qwen3", "Value" * (algorithm == "reward_model")
+    assert policy.worker == (
+        f"dagrl.workers.fsdp:Fsdp{kind}Worker" if fsdp else f"dagrl.workers.megatron:Megatron{kind}Worker"
+    )
+    assert policy.backend == ("fsdp" if fsdp else "megatron")
     assert model_type in derived.reasons["policy.backend"]
     assert (policy.fsdp_cfg.data_parallel_size, policy.megatron_cfg.data_parallel_size) == ((2, 1) if fsdp else (1, 2))
     assert RunPlan.of(derived.config).layouts["train"].dp == 2
@@ -404,7 +372,7 @@ def test_each_role_has_the_backend_of_its_model(machine: Any, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
     random = {"model_name": None, "random_init": {"hf_config": {"model_type": "qwen3"}, "tokenizer_characters": "01"}}
     critic = {"model_name": str(tmp_path), "fsdp_cfg": {"data_parallel_size": 2}}
-    config = derive_from_machine(minimal("ppo", policy=random, critic=critic)).config
+    config = derive.derive_from_machine(minimal("ppo", policy=random, critic=critic)).config
     assert (config.policy.backend, config.critic.backend) == ("megatron", "fsdp")
     assert config.critic.worker == "dagrl.workers.fsdp:FsdpValueWorker"
     assert RunPlan.of(config).layouts["critic"].dp == 2
@@ -413,8 +381,8 @@ def test_each_role_has_the_backend_of_its_model(machine: Any, tmp_path: Path) ->
 def test_a_worker_and_a_backend_exclude_each_other(machine: Any) -> None:
     machine(0)
     with pytest.raises(ConfigError, match=r"policy\.backend and policy\.worker are both set"):
-        derive_from_machine(minimal(policy={"backend": "fsdp", "worker": "dagrl.examples.hf_worker:HfWorker"}))
-    assert derive_from_machine(minimal(policy={"worker": "a:B"})).config.policy.worker == "a:B"
+        derive.derive_from_machine(minimal(policy={"backend": "fsdp", "worker": "dagrl.examples.hf_worker:HfWorker"}))
+    assert derive.derive_from_machine(minimal(policy={"worker": "a:B"})).config.policy.worker == "a:B"
 
 
 class Inheriting(FsdpWorker):
@@ -423,9 +391,9 @@ class Inheriting(FsdpWorker):
 
 def test_a_class_of_a_backend_has_its_layout(machine: Any) -> None:
     machine(0)
-    own = derive_from_machine(minimal(policy={"backend": "fsdp", "worker": f"{__name__}:Inheriting"})).config
-    named = derive_from_machine(minimal(policy={"worker": "dagrl.workers.fsdp:FsdpWorker"})).config
+    own = derive.derive_from_machine(minimal(policy={"backend": "fsdp", "worker": f"{__name__}:Inheriting"})).config
+    named = derive.derive_from_machine(minimal(policy={"worker": "dagrl.workers.fsdp:FsdpWorker"})).config
     assert own.policy.backend == named.policy.backend == "fsdp"
-    alone = derive_from_machine(minimal(policy={"worker": f"{__name__}:Inheriting"})).config
+    alone = derive.derive_from_machine(minimal(policy={"worker": f"{__name__}:Inheriting"})).config
     with pytest.raises(ConfigError, match=r"inherits from FSDP workers, but policy\.backend is auto; set it to fsdp"):
         Inheriting.check(alone, {"model_type": "gemma3_text"})

@@ -57,10 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(path)
         name = path.rpartition("/")[2]
         if path.startswith(f"/api/models/{NAME}/tree"):
-            files = self.server.files.items()
-            content = json.dumps(
-                [{"type": "file", "path": name, "size": len(held), "oid": _sha1(held)} for name, held in files]
-            ).encode()
+            sizes = {name: {"size": len(held), "oid": _sha1(held)} for name, held in self.server.files.items()}
+            content = json.dumps([{"type": "file", "path": name, **size} for name, size in sizes.items()]).encode()
         elif path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": name} for name in self.server.files]
             content = json.dumps({"id": NAME, "sha": REVISION, "siblings": siblings}).encode()
@@ -111,10 +109,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(tmp_path: Path, name: str = NAME, **data: object) -> Config:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n' * 4)
-    section = {"path": str(tmp_path / "train.jsonl"), **data}
-    return Config.model_validate(
-        {"name": "run", "algorithm": "sft", "output_dir": str(tmp_path), "policy": {"model_name": name}, "data": section}
-    )
+    sections = {"policy": {"model_name": name}, "data": {"path": str(tmp_path / "train.jsonl"), **data}}
+    return Config.model_validate({"name": "run", "algorithm": "sft", "output_dir": str(tmp_path), **sections})
 
 
 def test_a_model_is_downloaded_once_and_found_without_the_hub(
@@ -134,11 +130,8 @@ def test_a_model_is_downloaded_once_and_found_without_the_hub(
     assert with_local_models(config(tmp_path))[0] == found
 
 
-def test_model_directories_are_used_unchanged(model: Path, tmp_path: Path) -> None:
-    assert with_local_models(config(tmp_path, str(model))) == (config(tmp_path, str(model)), {})
-
-
 def test_an_unknown_id_names_both_places(model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_local_models(config(tmp_path, str(model))) == (config(tmp_path, str(model)), {}), "a directory is taken"
     with hub(model, monkeypatch), pytest.raises(ConfigError, match=r"'tester/none' is neither a directory .* nor a model"):
         with_local_models(config(tmp_path, "tester/none"))
 
@@ -175,10 +168,9 @@ def test_plain_prompts_are_rendered_by_the_chat_template(model: Path, tmp_path: 
     whole = [*messages, {"role": "assistant", "content": "2"}]
     end = tokenizer.eos_token_id  # the template writes none
     assert row.tokens.tolist() == [*tokenizer.apply_chat_template(whole, return_dict=False), end]
+    opened = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     learned = tokenizer.decode(row.tokens[row.loss_mask == 1])
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + learned == (
-        tokenizer.apply_chat_template(whole, tokenize=False) + "<eos>"
-    )
+    assert opened + learned == tokenizer.apply_chat_template(whole, tokenize=False) + "<eos>"
     plain = preflight(config(tmp_path, str(model), apply_chat_template=False)).demonstrations[0]
     assert tokenizer.decode(plain.tokens) == "1+12<eos>"
 
@@ -187,7 +179,7 @@ def test_a_conversation_keeps_its_own_system_message(model: Path, tmp_path: Path
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     lines = [{"messages": turns}, {"messages": [{"role": "system", "content": "own"}, *turns]}] * 2
     made = config(tmp_path, str(model), system_prompt="given", val_fraction=0.0)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     inputs = preflight(made)
     texts = [inputs.tokenizer.decode(row.tokens) for row in inputs.demonstrations[:2]]
     assert texts == ["[system]given[user]hi[assistant]yes<eos>", "[system]own[user]hi[assistant]yes<eos>"]

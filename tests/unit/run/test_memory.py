@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,8 @@ BEFORE = [  # with layers that saved more, and an output layer that kept nothing
     ("0.6b:tp2", 24, 2048, 6, 16.59),  # .../train-0.6b.json
     ("0.6b:cp2", 24, 2048, 6, 23.25),
     ("0.6b:dp2 policy.megatron_cfg.use_distributed_optimizer=true", 24, 2048, 6, 28.54),
-    (
-        "30b@4:dp4ep4 policy.megatron_cfg.use_distributed_optimizer=true",
-        16,
-        2048,
-        2,
-        21.80,
-    ),  # 4x-.../2026-11-22/train-30b.json
     ("4b:tp4", 24, 2048, 6, 35.24),  # 4x-nvidia-h200/2026-11-22/train-4b.json
+    ("30b@4:dp4ep4 policy.megatron_cfg.use_distributed_optimizer=true", 16, 2048, 2, 21.80),  # .../train-30b.json
 ]
 
 
@@ -79,12 +74,9 @@ def predicted(case: str, rows: int, length: int, micro: int) -> RoleMemory:
 
 
 @pytest.mark.parametrize(("case", "rows", "length", "micro", "gib"), MEASURED)
-def test_predictions_are_within_ten_percent_of_measured_peaks(
-    case: str, rows: int, length: int, micro: int, gib: float
-) -> None:
+def test_predictions_are_close_to_measured_peaks(case: str, rows: int, length: int, micro: int, gib: float) -> None:
     found = predicted(case, rows, length, micro)
-    assert not found.unknown
-    assert found.total / GIB == pytest.approx(gib, rel=0.1)
+    assert not found.unknown and found.total / GIB == pytest.approx(gib, rel=0.1)
 
 
 @pytest.mark.parametrize(("case", "rows", "length", "micro", "gib"), BEFORE)
@@ -111,22 +103,20 @@ def test_images_are_not_predicted() -> None:
 
 
 def test_checkpointing_keeps_a_layers_input() -> None:
-    keys = " policy.fsdp_cfg.activation_checkpointing={}" + FSDP
-    every, inputs, attention, host = (
-        predicted("4b:dp1" + keys.format(kind), 1, 16384, 1).parts["activations"]
-        for kind in ("none", "full", "selective", "offloaded")
-    )
+    case, kinds = "4b:dp1 policy.fsdp_cfg.activation_checkpointing={}" + FSDP, ("none", "full", "selective", "offloaded")
+    found = [predicted(case.format(kind), 1, 16384, 1).parts["activations"] for kind in kinds]
+    every, inputs, attention, host = found
     assert inputs == pytest.approx(every / 36 + 36 * 16384 * 2560 * 2)
     assert attention - inputs == 36 * 16384 * 4096 * 2
     assert host == pytest.approx(every / 36 + 2 * 16384 * (2560 + 4096) * 2)
 
 
 def test_a_microbatch_that_cannot_fit_is_an_error() -> None:
-    config, model = bench_config("4b:dp1" + FSDP, 1, 65536, 1)
-    with pytest.raises(ConfigError, match=r"need 295.\d GiB of a GPU for a microbatch .* has 139.8 GiB; recompute more"):
-        check_memory(RunPlan.of(config), run_memory(config, RunPlan.of(config), model, H200), H200)
-    config, model = bench_config("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 65536, 1)
-    check_memory(RunPlan.of(config), run_memory(config, RunPlan.of(config), model, H200), H200)
+    says = r"need 295.\d GiB of a GPU for a microbatch .* has 139.8 GiB; recompute more"
+    for keys, fits in (("", False), (" policy.fsdp_cfg.activation_checkpointing=selective", True)):
+        config, model = bench_config("4b:dp1" + keys + FSDP, 1, 65536, 1)
+        with nullcontext() if fits else pytest.raises(ConfigError, match=says):
+            check_memory(RunPlan.of(config), run_memory(config, RunPlan.of(config), model, H200), H200)
 
 
 def grpo(exchange: str = "auto", cache: int | None = None, gpus: int = 1) -> Config:
@@ -154,31 +144,22 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
     """Of a model with 4.02 B weights: 18 bytes each to train, 2 to generate."""
     plan, gpu = RunPlan.of(config), gib * GIB
     roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, gpu)
-    if needs is None:
+    says = f"{needs} of a GPU before any batch .* has {gib}.0 GiB; spread"
+    with nullcontext() if needs is None else pytest.raises(ConfigError, match=says):
         check_memory(plan, roles, gpu)
         assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
-    else:
-        with pytest.raises(ConfigError, match=f"{needs} of a GPU before any batch .* has {gib}.0 GiB; spread"):
-            check_memory(plan, roles, gpu)
 
 
 def test_a_frozen_model_takes_the_weights_of_its_own_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES["qwen3-0.6b"].config}))
     content = grpo().model_dump(exclude_unset=True) | {"models": {"teacher": {"model_name": str(tmp_path)}}}
     config = Config.model_validate(content)
-    teacher = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, H200)[2]
+    _, engine, teacher = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, H200)
+    assert engine.total == pytest.approx(0.6 * H200), "its share of the GPU"
     assert teacher.role == "teacher" and teacher.state == 2 * Decoder.of(SHAPES["qwen3-0.6b"].config).weights
 
 
-def test_an_engine_takes_its_share_of_the_gpu() -> None:
-    config = grpo()
-    engine = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, H200)[1]
-    assert engine.total == pytest.approx(0.6 * H200)
-
-
-def test_inspect_prints_memory_or_what_cannot_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_prints_memory_or_what_cannot_fit(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     example = ["inspect", "examples/grpo_gpu.yaml", "--memory"]
     assert main(example) == 2
@@ -190,9 +171,7 @@ def test_inspect_prints_memory_or_what_cannot_fit(
 
 
 @pytest.mark.parametrize(("gib", "code"), [(8, 2), (80, 0)])
-def test_a_dry_run_refuses_what_cannot_fit(
-    gib: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_what_cannot_fit(gib: int, code: int, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)
     cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(2)]
     monkeypatch.setattr(derive, "gpus", lambda: cards)
