@@ -3,7 +3,6 @@
 import errno
 import json
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from dagrl.config import Config, DataConfig, GenerationConfig, PolicyConfig, RandomInit, TokenizerConfig
+from dagrl.config import Config, PolicyConfig, RandomInit, TokenizerConfig
 from dagrl.errors import ConfigError
 from dagrl.run.model import (
     character_tokenizer,
@@ -27,19 +26,9 @@ from dagrl.run.model import (
 from dagrl.run.preflight import Inputs
 from dagrl.run.start import prepared_config
 
-INIT = RandomInit(
-    tokenizer_characters="0123456789+= \n",
-    hf_config={
-        "model_type": "qwen3",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 32,
-    },
-)
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+MODEL = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 1, "max_position_embeddings": 32}
+INIT = RandomInit(tokenizer_characters="0123456789+= \n", hf_config=MODEL)
 
 
 def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
@@ -50,20 +39,18 @@ def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
     return (directory / "model.safetensors").read_bytes()
 
 
+def configured(policy: dict[str, Any], **sections: Any) -> Config:
+    content = {"name": "t", "algorithm": "grpo", "policy": policy, "data": {"path": "d"}, **sections}
+    return Config.model_validate(content)
+
+
 def test_each_role_has_the_description_of_its_own_model(tmp_path: Path) -> None:
-    sections: dict[str, dict[str, Any]] = {"critic": {}, "models": {"teacher": {}}}
-    for name, section in (("critic", sections["critic"]), ("teacher", sections["models"]["teacher"])):
+    for name in ("critic", "teacher"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
-        section["model_name"] = str(tmp_path / name)
-    content = {
-        "name": "t",
-        "algorithm": "grpo",
-        "policy": {"random_init": INIT.model_dump()},
-        "data": {"path": "d"},
-        **sections,
-    }
-    config, policy = Config.model_validate(content), {"model_type": "policy"}
+    critic, teacher = ({"model_name": str(tmp_path / name)} for name in ("critic", "teacher"))
+    config = configured({"random_init": INIT.model_dump()}, critic=critic, models={"teacher": teacher})
+    policy = {"model_type": "policy"}
     found = [role_description(config, role, policy)["model_type"] for role in ("train", "generation", "critic", "teacher")]
     assert found == ["policy", "policy", "critic", "teacher"]
 
@@ -120,17 +107,14 @@ def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
 
 
 def test_broken_directories_are_named_without_transformers(tmp_path: Path) -> None:
-    def config(name: str) -> Config:
-        policy = {"model_name": str(tmp_path / name)}
-        return Config.model_validate({"name": "t", "algorithm": "grpo", "policy": policy, "data": {"path": "d"}})
-
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*absent"):
-        check_directories(config("absent"))
+        check_directories(configured({"model_name": str(tmp_path / "absent")}))
     written(tmp_path / "a")
-    check_directories(config("a"))
+    config = configured({"model_name": str(tmp_path / "a")})
+    check_directories(config)
     (tmp_path / "a" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json cannot be read"):
-        check_directories(config("a"))
+        check_directories(config)
 
 
 def test_a_configuration_that_transformers_rejects(tmp_path: Path) -> None:
@@ -174,16 +158,14 @@ def test_replacing_the_tokenizers_chat_template_is_warned_about(tmp_path: Path, 
     for name, own in (("with", "{{ messages[0].content }}"), ("without", None)):
         character_tokenizer("01", own).save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+    replaces, own = "policy.tokenizer.chat_template replaces the chat template", "{{ messages[0].content }}"
     with caplog.at_level("WARNING", "dagrl"):
-        for name, template in (("with", None), ("with", "{{ messages[0].content }}"), ("without", "{{ x }}")):
-            load_tokenizer(
-                PolicyConfig.model_validate({"model_name": str(tmp_path / name), "tokenizer": {"chat_template": template}})
-            )
-        assert not caplog.text
-        given = {"chat_template": "{{ x }}"}
-        policy = PolicyConfig.model_validate({"model_name": str(tmp_path / "with"), "tokenizer": given})
-        assert load_tokenizer(policy).chat_template == "{{ x }}"
-    assert "policy.tokenizer.chat_template replaces the chat template" in caplog.text
+        for name, template in (("with", None), ("with", own), ("without", "{{ x }}"), ("with", "{{ x }}")):
+            assert not caplog.text
+            tokenizer = TokenizerConfig(chat_template=template)
+            loaded = load_tokenizer(PolicyConfig(model_name=str(tmp_path / name), tokenizer=tokenizer))
+            assert loaded.chat_template == (template or own)
+    assert replaces in caplog.text
 
 
 def test_missing_models_and_tokenizers_are_errors(tmp_path: Path) -> None:
@@ -204,9 +186,8 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
+    special = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator([text] * 9, trainer)
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(tmp_path / "model")
@@ -222,9 +203,7 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
         assert (tokenizer.decode(tokenizer(text)["input_ids"]), tokenizer.eos_token) == (text, "</s>")
         if directory == "model":
             save_tokenizer(policy, tokenizer, tmp_path / "final_model")
-    generation = GenerationConfig(stop_strings=("and 34",))
-    config_of = partial(Config, name="t", algorithm="grpo", data=DataConfig(path="d"))
-    run = config_of(policy=PolicyConfig(model_name=str(tmp_path / "model"), generation=generation))
+    run = configured({"model_name": str(tmp_path / "model"), "generation": {"stop_strings": ["and 34"]}})
     engines = prepared_config(run, Inputs(run, {}, tokenizer, {}), tmp_path / "init_model").policy.tokenizer.name
     assert AutoTokenizer.from_pretrained(engines)(text)["input_ids"] == tokenizer(text)["input_ids"]
     files = [tmp_path / directory / "tokenizer.json" for directory in ("model", "final_model")]

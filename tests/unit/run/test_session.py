@@ -97,8 +97,7 @@ def test_a_run_takes_a_reference_policy_only_for_a_penalty(penalty: float, kept:
 def test_how_grpo_begins(resumed: str) -> None:
     """After an SFT stage of 3 steps, resumed or not. A run resumed in GRPO restores its state instead."""
     done: list[Any] = []
-    step = 5 if resumed == "grpo" else 3
-    counters: dict[str, Any] = {"grpo_sampler": {}} if resumed == "grpo" else {"sft_sampler": {}}
+    step, counters = (5, {"grpo_sampler": {}}) if resumed == "grpo" else (3, {"sft_sampler": {}})
     state = TrainState(step, counters)
     checkpoint = Checkpoint(Path("step_00000005"), state) if resumed else None
     checkpoints = Checkpoints(*[MagicMock()] * 5, resumed=checkpoint, state=state)
@@ -130,16 +129,11 @@ def test_a_stage_validates_by_its_own_step_count_and_at_the_end(period: int, val
     assert [step - 3 for step in range(4, stage.last + 1) if stage.validates(step)] == validated
 
 
-@pytest.mark.parametrize(
-    ("straight_on", "changed"),
-    [
-        (True, {}),
-        (False, {"stop": MagicMock(requested=True)}),
-        (False, {"checkpoints": MagicMock(due=lambda step: True)}),
-        (False, {"last_step": LastStep(1)}),
-    ],
-)
-def test_files_of_samples_are_complete_before_a_checkpoint(straight_on: bool, changed: dict[str, Any]) -> None:
+STOPPED, DUE = MagicMock(requested=True), MagicMock(due=lambda step: True)
+
+
+@pytest.mark.parametrize("changed", [{}, {"stop": STOPPED}, {"checkpoints": DUE}, {"last_step": LastStep(1)}])
+def test_files_of_samples_are_complete_before_a_checkpoint(changed: dict[str, Any]) -> None:
     """Nothing may start early before a step whose state is saved, or which is the last."""
     done: list[str] = []
     rollouts = SimpleNamespace(flush=lambda: done.append("flushed"))
@@ -148,7 +142,7 @@ def test_files_of_samples_are_complete_before_a_checkpoint(straight_on: bool, ch
     parts = dict.fromkeys(("inputs", "train", "generation", "replays"), MagicMock())
     config = configuration()
     session = Session(config=config, plan=RunPlan.of(config), **parts, recorder=recorder, **pieces)
-    assert session.goes_straight_on(1) == straight_on
+    assert session.goes_straight_on(1) == (not changed)
     with pytest.raises(StopRequestedError) if "last_step" in changed else nullcontext():
         session.finish_step(Stage("grpo", 0, 9, 0, val_at_start=False), 1, {}, {})
     assert done == [*(["flushed"] if "checkpoints" in changed else []), "recorded"]
@@ -173,39 +167,39 @@ def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None
     assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
 
 
+def third_step(**counters: Any) -> Checkpoint:
+    return Checkpoint(Path("step_00000003"), TrainState(3, counters=counters))
+
+
 def test_resuming_without_the_needed_reference_policy_is_an_error() -> None:
-    without = Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: False}))
     config, no_penalty = configuration(), configuration(penalty=0.0)
-    plan = RunPlan.of(config)
+    plan, without = RunPlan.of(config), third_step(**{REFERENCE: False})
     check_reference(no_penalty, RunPlan.of(no_penalty), without)
-    check_reference(config, plan, Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: True})))
-    check_reference(config, plan, Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
+    check_reference(config, plan, third_step(**{REFERENCE: True}))
+    check_reference(config, plan, third_step(sft_sampler={}))
     with pytest.raises(ConfigError, match=r"penalty is 0\.01\), but step_00000003 has none"):
         check_reference(config, plan, without)
 
 
 def test_resuming_with_sft_steps_after_those_of_grpo_is_an_error() -> None:
-    saved = Checkpoint(Path("step_00000003"), TrainState(3, counters={"grpo_sampler": {}}))
     config = configuration().with_keys({"sft.max_num_steps": 4})
     plan = RunPlan.of(config)
-    check_stage(config.with_keys({"sft.max_num_steps": 3}), plan, saved)
-    check_stage(config, plan, Checkpoint(Path("step_00000003"), TrainState(3, counters={"sft_sampler": {}})))
+    check_stage(config.with_keys({"sft.max_num_steps": 3}), plan, third_step(grpo_sampler={}))
+    check_stage(config, plan, third_step(sft_sampler={}))
     with pytest.raises(ConfigError, match=r"max_num_steps is 4, but step_00000003 is of step 3, after grpo had begun"):
-        check_stage(config, plan, saved)
+        check_stage(config, plan, third_step(grpo_sampler={}))
 
 
 def test_workers_get_absolute_paths_of_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    own = Config.model_validate({**configuration().model_dump(), "policy": {"tokenizer": {"name": "own"}}})
+    own = configuration().with_keys({"policy.tokenizer.name": "own"})
     for config, tokenizer in ((own, str(tmp_path / "own")), (configuration(), None)):
         named = with_absolute_paths(config, Path("model")).policy
         assert (named.model_name, named.tokenizer.name) == (str(tmp_path / "model"), tokenizer)
 
 
 def test_an_export_that_the_driver_does_not_see_is_an_error(tmp_path: Path) -> None:
-    run = Config.model_validate(
-        {**configuration().model_dump(), "output_dir": str(tmp_path), "checkpointing": {"enabled": False}}
-    )
+    run = configuration().with_keys({"output_dir": str(tmp_path), "checkpointing.enabled": False})
     recorder: Any = MagicMock(paths=RunPaths.of(run))
     parts: Any = dict.fromkeys(("inputs", "train", "generation", "replays", "checkpoints", "stop"), MagicMock())
     session = Session(config=run, plan=RunPlan.of(run), recorder=recorder, **parts)
@@ -303,9 +297,7 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead(last_s: float, monkey
     for number in range(60):
         while len(quanta) < 2:
             quanta.append(engine.submit("generate", last_s if number % 6 in (2, 3) else 0.1))
-        if (
-            number % 6 == 3
-        ):  # a refit of 0.8 s behind both; the driver is at the step's end, and then reads what ended before
+        if number % 6 == 3:  # a refit of 0.8 s behind both; the driver, at the step's end, then reads what ended before
             engine.read(engine.submit("refit", 0.8))
             engine.now += 0.04
         if number % 6 == 5:  # a checkpoint of 3 s, after which the quanta are read that had ended meanwhile
@@ -320,15 +312,16 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead(last_s: float, monkey
 
 def test_the_overhead_of_a_step_is_its_time_minus_the_longest_paths() -> None:
     """Steps of 10 s. Compute that overlaps, also across steps, counts once."""
-    replays = timed_replays(10.0)
-    read(replays, "generate", ReplayTiming(0.0, 4.0, (3.5, 1.0), None))
-    read(replays, "train_step", ReplayTiming(4.5, 9.0, (4.0,), None))
-    overheads = [replays.close_step(tokens=1)["perf/step_overhead_s"]]
-    read(replays, "train_step", ReplayTiming(11.0, 16.0, (5.0,), None))
-    read(replays, "generate", ReplayTiming(9.0, 18.0, (9.0,), None))
-    overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
-    read(replays, "generate", ReplayTiming(17.0, 29.0, (11.0,), None))  # a second of it in the step before
-    overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
-    overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
+    replays, overheads = timed_replays(10.0), []
+    steps: list[list[tuple[str, float, float, tuple[float, ...]]]] = [
+        [("generate", 0.0, 4.0, (3.5, 1.0)), ("train_step", 4.5, 9.0, (4.0,))],
+        [("train_step", 11.0, 16.0, (5.0,)), ("generate", 9.0, 18.0, (9.0,))],
+        [("generate", 17.0, 29.0, (11.0,))],  # a second of it in the step before
+        [],
+    ]
+    for step in steps:
+        for name, *timing in step:
+            read(replays, name, ReplayTiming(*timing, None))
+        overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
     assert overheads == pytest.approx([2.5, 1.0, 0.0, 9.0])
     assert sum(overheads) == pytest.approx(40.0 - (3.5 + 4.0 + 9.0 + 11.0))

@@ -23,30 +23,18 @@ from dagrl.runtime.shapes import Bucket
 
 
 def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
-    policy = {
-        "train_micro_batch_size": 8,
-        "generation": {},
-        "sequence_buckets": [16, 32],
-        "max_total_sequence_length": 32,
-        "optimizer": {"lr": 2e-4},
-        "scheduler": {"lr_decay_style": "cosine"},
-        "megatron_cfg": {"data_parallel_size": dp},
-    }
+    rates = {"optimizer": {"lr": 2e-4}, "scheduler": {"lr_decay_style": "cosine"}}
+    sizes = {"train_micro_batch_size": 8, "sequence_buckets": [16, 32], "max_total_sequence_length": 32}
+    policy = {"generation": {}, **rates, **sizes, "megatron_cfg": {"data_parallel_size": dp}}
     return Config.model_validate({"name": "t", "algorithm": algorithm, "data": {}, "policy": policy, "sft": sft})
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "sft", "expected"),
-    [
-        ("grpo", {"lr": 3e-3}, {"lr": 3e-3}),
-        ("sft", {"lr": 3e-3}, {"lr": 3e-3}),
-        ("grpo", {}, {"lr": 2e-4}),  # the workers' schedule is GRPO's, and would be at its end before SFT is
-        ("sft", {}, {}),  # the schedule of the whole run
-    ],
-)
-def test_sft_before_grpo_has_its_own_rate(algorithm: str, sft: dict[str, Any], expected: dict[str, float]) -> None:
-    run = config(algorithm, sft)
-    assert learning_rate(run, RunPlan.of(run)) == expected
+def test_sft_before_grpo_has_its_own_rate() -> None:
+    """The workers' schedule is GRPO's, and would be at its end before SFT is; without GRPO it is that of the whole run."""
+    own, grpos = {"lr": 3e-3}, {"lr": 2e-4}
+    for algorithm, sft, expected in (("grpo", own, own), ("sft", own, own), ("grpo", {}, grpos), ("sft", {}, {})):
+        run = config(algorithm, sft)
+        assert learning_rate(run, RunPlan.of(run)) == expected
 
 
 @pytest.mark.parametrize(("rows", "dp", "per_shard"), [(64, 16, 4), (64, 4, 16), (10, 1, 10), (33, 2, 17)])
@@ -84,16 +72,9 @@ def test_a_position_in_other_demonstrations_is_an_error() -> None:
 
 
 def limited(demonstrations: int, prompts: int, sft: dict[str, Any], grpo: dict[str, Any]) -> Config:
-    config = Config.model_validate(
-        {
-            "name": "epochs",
-            "algorithm": "grpo",
-            "policy": {"train_global_batch_size": 8},
-            "sft": sft,
-            "grpo": {"num_prompts_per_step": 4, **grpo},
-            "data": {},
-        }
-    )
+    grpo = {"num_prompts_per_step": 4, **grpo}
+    content = {"policy": {"train_global_batch_size": 8}, "sft": sft, "grpo": grpo, "data": {}}
+    config = Config.model_validate({"name": "epochs", "algorithm": "grpo", **content})
     tokens = np.zeros(2, np.int64)
     rows = [Demonstration(tokens, tokens.astype(np.float32), "")] * demonstrations
     asked = [Prompt("", tokens, "", "")] * prompts
