@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,14 +49,11 @@ def test_a_cluster_that_cannot_be_joined_may_ask_for_a_token(mode: str | None, m
     assert ("set RAY_AUTH_MODE=token" in str(raised.value)) == (mode is None)
 
 
+SLOW, FULL = "The current node timed out during startup.", "no space left on device"
+
+
 @pytest.mark.parametrize(
-    ("failures", "address", "calls"),
-    [
-        (["The current node timed out during startup."], None, 2),
-        (["The current node timed out during startup."] * 2, None, 2),
-        (["no space left on device"], None, 1),
-        (["The current node timed out during startup."], "auto", 1),
-    ],
+    ("failures", "address", "calls"), [([SLOW], None, 2), ([SLOW] * 2, None, 2), ([FULL], None, 1), ([SLOW], "auto", 1)]
 )
 def test_a_node_too_slow_for_ray_is_started_again(
     failures: list[str], address: str | None, calls: int, monkeypatch: pytest.MonkeyPatch
@@ -70,12 +68,9 @@ def test_a_node_too_slow_for_ray_is_started_again(
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock)
-    if calls > len(failures):
-        with ray_cluster(ClusterConfig(address=address)):
-            pass
-    else:
-        with pytest.raises(RunError, match=re.escape(failures[-1])), ray_cluster(ClusterConfig(address=address)):
-            pass
+    starts = nullcontext() if calls > len(failures) else pytest.raises(RunError, match=re.escape(failures[-1]))
+    with starts, ray_cluster(ClusterConfig(address=address)):
+        pass
     assert len(started) == calls
 
 
@@ -85,11 +80,8 @@ def test_a_node_too_slow_for_ray_is_started_again(
         ("127.0.0.1", 0, "no Ray cluster answers at .*; start one there"),
         ("127.0.0.2", 0, "no Ray cluster answers"),
         ("[::1]", 0, "no Ray cluster answers"),
-        (
-            "127.0.0.1",
-            65536,
-            r"cluster.address is '127\.0\.0\.1:\d+'; expected a port of at most 65535",
-        ),  # its lower bits listen
+        # its lower bits listen
+        ("127.0.0.1", 65536, r"cluster.address is '127\.0\.0\.1:\d+'; expected a port of at most 65535"),
     ],
 )
 def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +95,7 @@ def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: st
             pass
 
 
-def test_a_cluster_named_by_a_variable_alone_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cluster_named_by_a_variable_alone_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock())
@@ -142,8 +132,7 @@ def test_without_private_parts_ray_starts_as_for_everybody(monkeypatch: pytest.M
     for module in ("ray._private.node", "ray._private.worker"):
         monkeypatch.setitem(sys.modules, module, None)
     with lean_node():
-        assert cluster_processes() == []
-        assert nodes_live()
+        assert cluster_processes() == [] and nodes_live()
 
 
 WORKER = ["/ray/default_worker.py", "--node-ip-address=127.0.0.1"]
@@ -212,23 +201,15 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_terminal_that_closes_requests_a_stop_once(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("handler", "stops"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)], ids=["shell", "nohup"])
+def test_a_terminal_that_closes_requests_a_stop_once(handler: Any, stops: bool, request: Any, monkeypatch: Any) -> None:
     left: list[bool] = []
-    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL)))  # not nohup's
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, handler)))
     monkeypatch.setattr("dagrl.run.stop._leave_terminal", lambda: left.append(True))  # that of the tests stays
     with stop_on_signals() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)
-        assert stop.requested and left
-
-
-def test_under_nohup_a_terminal_may_close(request: pytest.FixtureRequest) -> None:
-    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))
-    with stop_on_signals() as stop:
-        signal.raise_signal(signal.SIGHUP)
-        assert not stop.requested
+        assert stop.requested == bool(left) == stops
 
 
 def test_a_signal_while_a_lock_is_released_interrupts_later(release_lock: Callable[[], None]) -> None:
@@ -236,13 +217,10 @@ def test_a_signal_while_a_lock_is_released_interrupts_later(release_lock: Callab
         release_lock()
         wait()
     assert stop.requested
-
-
-def test_a_late_retry_only_requests_a_stop(release_lock: Callable[[], None]) -> None:
     with stop_on_signals() as stop:
         with stop.at_once():
             release_lock()
-        wait(0.5)
+        wait(0.5)  # too late to interrupt
         assert stop.requested
 
 

@@ -1,6 +1,6 @@
 """What colocated workers keep on their GPU, on a simulated GPU that counts bytes and never holds more than it has."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,10 +92,7 @@ def calls_of_a_step(gpu: SimulatedGpu, exchange: Exchange) -> list[str]:
     """Warms up, settles, and returns the calls of the third step after it. With `never` the state is there at first."""
     shared = started(gpu, exchange, exchange == "never")
     shared.measure_turns()
-    for roles in (("train", "generation"), ("generation",), ("train",)):
-        shared.give_to(roles, keep_generation_weights=True)
-        gpu.work(roles)
-    shared.settle()
+    warm_up(gpu, shared, 0, ("train", "generation"), ("generation",), ("train",))
     return third_step(gpu, shared)
 
 
@@ -103,10 +100,6 @@ def started(gpu: SimulatedGpu, exchange: Exchange, resident: bool) -> SharedDevi
     if resident:
         gpu.held["train"] = set(TRAIN_PARTS)
     return gpu.shared(exchange, resident)
-
-
-def calls_of(gpu: SimulatedGpu) -> list[str]:
-    return [method for _, method in gpu.moved]
 
 
 def warm_up(gpu: SimulatedGpu, shared: SharedDevices, late: int, *turns: tuple[str, ...]) -> None:
@@ -119,13 +112,18 @@ def warm_up(gpu: SimulatedGpu, shared: SharedDevices, late: int, *turns: tuple[s
 
 
 def third_step(gpu: SimulatedGpu, shared: SharedDevices) -> list[str]:
+    run_steps(gpu, shared, ROLES)
+    assert shared.moves == bool(gpu.moved)
+    return [method for _, method in gpu.moved]
+
+
+def run_steps(gpu: SimulatedGpu, shared: SharedDevices, turns: Sequence[tuple[str, ...]]) -> None:
+    """Runs three steps of these turns. `moved` has the calls of the last one."""
     for _ in range(3):
         gpu.moved.clear()
-        for roles in ROLES:
+        for roles in turns:
             shared.give_to(roles)
             gpu.work(roles)
-    assert shared.moves == bool(gpu.moved)
-    return calls_of(gpu)
 
 
 def total_for(used: int) -> int:
@@ -142,19 +140,20 @@ PARTLY = ["sleep", "reload", "offload", "wake_up", "wake_up"]
 WHOLLY = ["sleep", "reload", "offload", "wake_up", "offload", "wake_up"]
 
 
-@pytest.mark.parametrize(
-    ("total", "calls"),
-    [
-        pytest.param(total_for(EVERYTHING), [], id="everything fits"),
-        pytest.param(total_for(EVERYTHING) - 1, SLEEP, id="both states fit, activations do not"),
-        pytest.param(total_for(BOTH_STATES), SLEEP, id="the train state just fits next to generation"),
-        pytest.param(total_for(WITHOUT_GRADIENTS), PARTLY, id="all but gradients fits"),
-        pytest.param(total_for(WEIGHTS_ALONE), PARTLY, id="only the train weights fit"),
-        pytest.param(total_for(WEIGHTS_ALONE) - 1, WHOLLY, id="nothing fits"),
-    ],
-)
+FITS = {
+    "everything": (total_for(EVERYTHING), []),
+    "both states, but not activations": (total_for(EVERYTHING) - 1, SLEEP),
+    "the train state, just next to generation": (total_for(BOTH_STATES), SLEEP),
+    "all but gradients": (total_for(WITHOUT_GRADIENTS), PARTLY),
+    "only the train weights": (total_for(WEIGHTS_ALONE), PARTLY),
+    "nothing": (total_for(WEIGHTS_ALONE) - 1, WHOLLY),
+}
+
+
+@pytest.mark.parametrize(("total", "calls"), FITS.values(), ids=FITS)
 def test_auto_keeps_what_fits(total: int, calls: list[str]) -> None:
     assert calls_of_a_step(SimulatedGpu(total, "train"), "auto") == calls
+    assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING, "train", measures=False), "auto") == [], "without a GPU"
 
 
 ALONE = ["sleep", "offload", "wake_up"]
@@ -172,9 +171,7 @@ AMPLY = next(total for total in range(EVERYTHING, 2 * EVERYTHING) if total - EVE
         pytest.param(total_for(BOTH_STATES), 0, MEASURED, SLEEP, id="activations do not fit"),
     ],
 )
-def test_a_start_with_both_roles_moves_nothing_that_fits(
-    total: int, late: int, at_start: list[str], calls: list[str]
-) -> None:
+def test_a_start_with_both_roles_moves_nothing_that_fits(total: int, late: int, at_start: Any, calls: Any) -> None:
     """Planning a refit, then the warm-up in the order of a run. Generation takes `late` more bytes than at its start."""
     gpu = SimulatedGpu(total, "train")
     shared = started(gpu, "auto", resident=True)
@@ -182,7 +179,7 @@ def test_a_start_with_both_roles_moves_nothing_that_fits(
     assert gpu.moved == []
     shared.measure_turns()
     warm_up(gpu, shared, late, ("train",), ("generation",), ("train", "generation"))
-    assert calls_of(gpu) == at_start
+    assert [method for _, method in gpu.moved] == at_start
     assert third_step(gpu, shared) == calls
 
 
@@ -191,10 +188,6 @@ def test_exchange_always_and_never() -> None:
     assert calls_of_a_step(SimulatedGpu(EVERYTHING, "train"), "never") == []
     with pytest.raises(AssertionError, match="out of memory"):
         calls_of_a_step(SimulatedGpu(EVERYTHING - 1, "train"), "never")
-
-
-def test_auto_without_a_gpu_moves_nothing() -> None:
-    assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING, "train", measures=False), "auto") == []
 
 
 STEP = (("critic",), ("train",), ("teacher",), ("critic",), ("train",), ("train", "generation"), ("generation",))
@@ -208,11 +201,7 @@ def turns_of_a_step(total: int, exchange: Exchange) -> list[tuple[str, str]]:
         shared.give_to((*roles, "judge"), keep_generation_weights=True)  # a judge on other GPUs
         gpu.work(roles)
     shared.settle()
-    for _ in range(3):
-        gpu.moved.clear()
-        for roles in STEP:
-            shared.give_to(roles)
-            gpu.work(roles)
+    run_steps(gpu, shared, STEP)
     return gpu.moved
 
 

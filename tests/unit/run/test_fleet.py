@@ -11,20 +11,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from dagrl import errors
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
-from dagrl.errors import (
-    ClusterError,
-    DagrlError,
-    DataError,
-    DeadlineError,
-    PhaseError,
-    RunError,
-    StopRequestedError,
-    WorkerError,
-    WorkerFailure,
-)
+from dagrl.errors import ClusterError, DagrlError, DeadlineError, PhaseError, WorkerError
 from dagrl.run.fleet import Fleet, start_groups
 from dagrl.run.preflight import Inputs
 from dagrl.run.start import open_session
@@ -100,7 +91,7 @@ def test_a_start_is_given_up_on_request_and_without_its_raylet(monkeypatch: pyte
     fleet._processes = [server]
     fleet.groups(config, RunPlan.of(config), stop, MagicMock())
     stop.requested = True
-    with pytest.raises(StopRequestedError):
+    with pytest.raises(errors.StopRequestedError):
         fleet.groups(config, RunPlan.of(config), stop, MagicMock())
     stop.requested = False
     server.kill()
@@ -183,14 +174,12 @@ class SlowGeneration:
         return RecordedGroup(role, self.noted)
 
 
+TOGETHER = colocated("start_together=true")
+
+
 @pytest.mark.parametrize(
     ("config", "early"),
-    [
-        (load_config(EXAMPLE), True),
-        (colocated("exchange=never"), True),
-        (colocated("start_together=true"), False),
-        (colocated(), False),
-    ],
+    [(load_config(EXAMPLE), True), (colocated("exchange=never"), True), (TOGETHER, False), (colocated(), False)],
 )
 def test_training_is_warmed_up_while_generation_starts_where_its_state_stays(
     config: Config, early: bool, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +255,7 @@ def test_a_failure_during_a_stop_does_not_restart() -> None:
             stop.requested = len(runs) == 2
             raise PhaseError((), "train worker 0 hung")
 
-    with pytest.raises(RunError, match="while it was stopping on request: train worker 0 hung"):
+    with pytest.raises(errors.RunError, match="while it was stopping on request: train worker 0 hung"):
         run_with_restarts(run, configuration())
     assert runs == [False, True]
 
@@ -305,7 +294,7 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
     assert read == ["run"] and resumed == [False, True, True]
 
 
-DIED = WorkerFailure("train", 0, "", "here", 1, "train_step", 0, "", "died", "", "")
+DIED = errors.WorkerFailure("train", 0, "", "here", 1, "train_step", 0, "", "died", "", "")
 
 
 @pytest.mark.parametrize(
@@ -324,16 +313,20 @@ def test_before_the_first_step_only_lost_processes_are_worth_a_restart(error: Da
     assert run.resumed == ([False, True] if restarts else [False])
 
 
-def test_the_last_failure_is_raised() -> None:
-    run = Run(failures=9)
-    with pytest.raises(PhaseError, match="a worker died"):
-        run_with_restarts(run, configuration(max_restarts=2))
-    assert run.resumed == [False, True, True]
+DIES = PhaseError((), "died")
 
 
-@pytest.mark.parametrize("keys", [{"on_failure": "stop"}, {"checkpointing": {"enabled": False}}, {}])
-def test_failures_without_a_restart_end_the_run(keys: dict[str, Any]) -> None:
-    run = Run(failures=1, error=PhaseError((), "died") if keys else DataError("a line that is not JSON"))
-    with pytest.raises(DagrlError):
+@pytest.mark.parametrize(
+    ("keys", "error", "resumed"),
+    [
+        ({"max_restarts": 2}, DIES, [False, True, True]),
+        ({"on_failure": "stop"}, DIES, [False]),
+        ({"checkpointing": {"enabled": False}}, DIES, [False]),
+        ({}, errors.DataError("a line that is not JSON"), [False]),
+    ],
+)
+def test_the_last_failure_is_raised(keys: dict[str, Any], error: DagrlError, resumed: list[bool]) -> None:
+    run = Run(failures=9, error=error)
+    with pytest.raises(type(error), match=str(error)):
         run_with_restarts(run, configuration(**keys))
-    assert run.resumed == [False]
+    assert run.resumed == resumed
