@@ -32,20 +32,21 @@ def config_of(algorithm: str | type, **sections: Any) -> Config:
     return Config.model_validate({"name": "t", "algorithm": name, "data": {}, "policy": policy, **sections})
 
 
-class Weighted(Algorithm):
-    """Demonstrations, each sequence with the same weight."""
-
-    learns_from = "demonstrations"
+class Likelihood(Algorithm):
     columns = {}
-    average = "sequences"
 
     def loss(self, batch: TokenBatch) -> Tensor:
         return -batch.logprobs
 
 
-class WithoutItsColumn(Algorithm):
-    columns = {}
+class Weighted(Likelihood):
+    """Demonstrations, each sequence with the same weight."""
 
+    learns_from = "demonstrations"
+    average = "sequences"
+
+
+class WithoutItsColumn(Likelihood):
     def loss(self, batch: TokenBatch) -> Tensor:
         return -batch.advantages * torch.exp(batch.log_ratio)
 
@@ -55,46 +56,37 @@ class WithoutAReference(Algorithm):
         return batch.logprobs - batch.reference_logprobs
 
 
-class WithAnUnknownColumn(Algorithm):
+class WithAnUnknownColumn(Likelihood):
     columns = {"prev_logprobs": "logprobs", "entropies": "entropies"}
-
-    def loss(self, batch: TokenBatch) -> Tensor:
-        return -batch.logprobs
 
 
 class WithColumnsAlone(Algorithm):
     columns = ("prev_logprobs",)  # type: ignore[assignment]
 
 
-class OfAnotherShape(Algorithm):
+class OfAnotherShape(Likelihood):
     def loss(self, batch: TokenBatch) -> Tensor:
         return -batch.logprobs.sum(dim=1)
 
 
-class NotFinite(Algorithm):
+class NotFinite(Likelihood):
     def loss(self, batch: TokenBatch) -> Tensor:
         return torch.log(batch.logprobs)  # of negative numbers
 
 
-class WithBadAdvantages(Algorithm):
+class WithBadAdvantages(Likelihood):
     def advantages(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
         return rewards.mean(axis=1)
 
-    def loss(self, batch: TokenBatch) -> Tensor:
-        return -batch.logprobs
 
-
-class WithOneTable(Algorithm):
+class WithOneTable(Likelihood):
     critic = True
 
     def token_advantages(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:  # type: ignore[override]
         return rewards - values
 
-    def loss(self, batch: TokenBatch) -> Tensor:
-        return -batch.advantages * batch.logprobs
 
-
-class Unbuildable(Algorithm):
+class Unbuildable(Likelihood):
     def __init__(self, config: Config) -> None:
         raise KeyError("beta")
 
@@ -108,10 +100,7 @@ class Unbuildable(Algorithm):
             "reads the column 'reference_logprobs', but the batch has only prev_logprobs, generation_logprobs",
         ),
         (WithColumnsAlone, r"the `columns` of .*WithColumnsAlone are \('prev_logprobs',\); expected: a dictionary"),
-        (
-            OfAnotherShape,
-            r"OfAnotherShape returned \[2\] for 'loss'; expected: a tensor of the shape of the tokens, \[2, 5\]",
-        ),
+        (OfAnotherShape, r"OfAnotherShape returned \[2\] for 'loss'; expected: .* of the shape of the tokens, \[2, 5\]"),
         (NotFinite, "NotFinite gives costs or gradients that are not finite"),
         (WithBadAdvantages, r"WithBadAdvantages returned advantages of shape \[2\].*expected: a finite advantage for each"),
         (WithOneTable, r"token_advantages of .*WithOneTable returned .* \[\[5\], \[5\]\].*expected: finite advantages"),
@@ -145,19 +134,14 @@ def test_columns_decide_which_phases_run() -> None:
     assert phases_of(TwoTeachers, models=models) == ColumnPhases(("logprobs",), apart)
     with pytest.raises(ConfigError, match=r"'entropies' is no phase; expected: .*logprobs, .*, or the import path"):
         phases_of(WithAnUnknownColumn)
-    with pytest.raises(
-        ConfigError, match=r"column 'second' .* runs on 'second'; expected: one role.*Add models.second.model_n"
-    ):
+    with pytest.raises(ConfigError, match=r"column 'second' .* on 'second'; expected: one role.*Add models.second.model_n"):
         phases_of(TwoTeachers, models={"first": {"model_name": "a"}})
     assert phases_of("grpo", loss_fn=forced).train == ()
 
 
 def test_learns_from_decides_which_workers_run() -> None:
-    assert [list(RunPlan.of(config_of(algorithm)).layouts) for algorithm in (Weighted, "sft", KlInReward)] == [
-        ["train"],
-        ["train"],
-        ["train", "generation"],
-    ]
+    layouts = [list(RunPlan.of(config_of(algorithm)).layouts) for algorithm in (Weighted, "sft", KlInReward)]
+    assert layouts == [["train"], ["train"], ["train", "generation"]]
     assert [algorithm_name(config_of(algorithm)) for algorithm in ("grpo", KlInReward)] == ["grpo", "KlInReward"]
 
 

@@ -34,36 +34,12 @@ def right(prompts: Any, completions: Any, references: Any, task: Any) -> Any:
     return [float(given == wanted) for given, wanted in zip(completions, references, strict=True)]
 
 
-def returns_nothing(prompts: Any, completions: Any, references: Any) -> Any:
-    pass
-
-
-def excludes_all(prompts: Any, completions: Any, references: Any) -> Any:
-    return [None for _ in prompts]
+def fixed(prompts: Any, completions: Any, references: Any) -> Any:
+    return ANSWER
 
 
 def undefined(prompts: Any, completions: Any, references: Any) -> Any:
     return [float("nan")] * len(prompts)
-
-
-def too_few(prompts: Any, completions: Any, references: Any) -> Any:
-    return [1.0]
-
-
-def one_number(prompts: Any, completions: Any, references: Any) -> Any:
-    return 1.0
-
-
-def text(prompts: Any, completions: Any, references: Any) -> Any:
-    return "10"
-
-
-def words(prompts: Any, completions: Any, references: Any) -> Any:
-    return ["good"] * len(prompts)
-
-
-def tensors(prompts: Any, completions: Any, references: Any) -> Any:
-    return torch.ones(len(prompts), 2)
 
 
 def fails_for_words(prompts: Any, completions: Any, references: Any, task: Any) -> Any:
@@ -75,6 +51,9 @@ async def hangs(prompt: str, completion: str, reference: str) -> float:
     return 1.0
 
 
+ANSWER: Any = None
+
+
 def config(**reward: Any) -> Config:
     keys = {"name": "t", "algorithm": "grpo", "data": {}, "policy": {"generation": {}}}
     return Config.model_validate({**keys, "reward": reward})
@@ -84,6 +63,24 @@ def tried(**reward: Any) -> None:
     try_rewards(config(**reward), PROMPTS, character_tokenizer("0123456789="))
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "it returned a NoneType; expected: a list of 2 answers"),
+        ([None, None], "returned None for every sample"),
+        ([1.0], "it returned 1 answers; expected: a list of 2"),
+        (1.0, "it returned a float; expected: a list of 2 answers"),
+        ("10", "it returned a str; expected: a list of 2 answers"),
+        (["good", "good"], "it returned a reward that is not a number: could not convert string to float: 'good'"),
+        (torch.ones(2, 2), "it returned a reward that is not a number"),
+    ],
+)
+def test_a_bad_answer_is_an_error_before_the_run(answer: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ANSWER", answer)
+    with pytest.raises(ConfigError, match=says):
+        tried(**own(fixed))
+
+
 def own(function: Any, **keys: Any) -> dict[str, Any]:
     return {"function": f"{__name__}:{function.__name__}", **keys}
 
@@ -91,14 +88,7 @@ def own(function: Any, **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (own(returns_nothing), "it returned a NoneType; expected: a list of 2 answers"),
-        (own(excludes_all), "returned None for every sample"),
         (own(undefined), "it returned a reward that is not finite"),
-        (own(too_few), "it returned 1 answers; expected: a list of 2"),
-        (own(one_number), "it returned a float; expected: a list of 2 answers"),
-        (own(text), "it returned a str; expected: a list of 2 answers"),
-        (own(words), "it returned a reward that is not a number: could not convert string to float: 'good'"),
-        (own(tensors), "it returned a reward that is not a number"),
         (own(fails_for_words), r"ZeroDivisionError: .* \(.*test_task_trial.py, line \d+\). Tried: the reference of row 2"),
         (own(hangs, batched=False, timeout_s=0.1), r"no answer within reward.timeout_s = 0.1 s \(.*trial.py, line \d+\)"),
         ({"functions": {"a": own(right), "b": own(undefined, tasks=["words"])}}, r"reward.functions.b.function .*row 2"),
@@ -141,10 +131,8 @@ class Counts:
 def tried_environment(kind: str) -> None:
     checks = "{% if m.role == 'judge' %}{{ raise_exception('no judges') }}{% endif %}"
     tokenizer = character_tokenizer("0123456789=", "{% for m in messages %}" + checks + "{{ m.content }}{% endfor %}=")
-    chosen = config(function=None).with_keys(
-        {"environment.function": f"{__name__}:Counts", "environment.args": {"kind": kind}}
-    )
-    try_environment(chosen, PROMPTS, tokenizer)
+    keys = {"environment.function": f"{__name__}:Counts", "environment.args": {"kind": kind}}
+    try_environment(config(function=None).with_keys(keys), PROMPTS, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -218,22 +206,17 @@ def check(failure: str | Failed) -> None:
     assert message == f"RuntimeError: it called sys.exit(3) ({__file__}, line {line})"
 
 
-@pytest.mark.parametrize(
-    "name", ["batch", "lazily", "batch_of_a_coroutine", "one", "coroutine", *("Environment", "AsyncEnvironment")]
-)
+BATCHED = ("batch", "lazily", "batch_of_a_coroutine")
+
+
+@pytest.mark.parametrize("name", [*BATCHED, "one", "coroutine", "Environment", "AsyncEnvironment"])
 def test_a_function_that_exits_fails_for_its_row(name: str) -> None:
-    arguments, batched = (
-        "episodes" if "Environment" in name else "named",
-        name in ("batch", "lazily", "batch_of_a_coroutine"),
-    )
+    arguments, batched = "episodes" if "Environment" in name else "named", name in BATCHED
     process = InProcess(f"{__name__}:{name}", "reward.function", batched, DEADLINE, DEADLINE, arguments)
 
-    async def asked(text: str) -> Any:
-        turn = {"turns": [text], "arguments": {}, "example": {}}
-        return await process.ask([[text], [turn if arguments == "episodes" else {}]])
-
     async def in_order() -> list[Any]:
-        return [await asked(text) for text in ("before", "exits", "after")]
+        turns = [(text, {"turns": [text], "arguments": {}, "example": {}}) for text in ("before", "exits", "after")]
+        return [await process.ask([[text], [turn if arguments == "episodes" else {}]]) for text, turn in turns]
 
     before, failed, after = asyncio.run(in_order())
     check(failed if isinstance(failed, str) else failed[0])

@@ -60,9 +60,8 @@ def generated(sent: Batch, old: dict[str, Any], new: dict[str, Any], bounds: Bou
 
 
 def test_a_tape_is_read_back(tmp_path: Path) -> None:
-    batch = Batch(
-        {"lengths": np.array([2, 0]), "mask": np.zeros((2, 3), np.float32)}, {"engine_steps": (4, 8), "seconds": 0.5}
-    )
+    fields = {"lengths": np.array([2, 0]), "mask": np.zeros((2, 3), np.float32)}
+    batch = Batch(fields, {"engine_steps": (4, 8), "seconds": 0.5})
     entries = [
         Entry("generate", batch, [[0], []], quantum(request(3, [1, 2], -1 / 3))),
         Entry("refit", 1),
@@ -70,7 +69,7 @@ def test_a_tape_is_read_back(tmp_path: Path) -> None:
     ]
     write_tape(tmp_path / TAPE, entries)
     versions, found = read_tape(tmp_path / TAPE)
-    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"] == torch.__version__
+    assert versions["torch"] in (torch.__version__.partition("+")[0], torch.__version__)
     for old, new in zip(entries, found, strict=True):
         assert (old.phase, old.rows) == (new.phase, new.rows)
         for one, other in [(old.result, new.result), *([(batch.fields, new.value.fields)] if old.phase != "refit" else [])]:
@@ -104,10 +103,8 @@ def test_every_second_recorded_request_takes_the_likeliest_tokens() -> None:
 
 def test_one_bit_is_within_the_bound_and_a_changed_number_is_not() -> None:
     old = metrics(loss=0.5, grad_norm=0.02)
-    one_bit = metrics(loss=float(np.nextafter(0.5, 1)), grad_norm=0.02)
-    (same, near, far) = (
-        compared([("train_step", old)], [new])["train_step"] for new in (old, one_bit, metrics(loss=0.5, grad_norm=0.0201))
-    )
+    one_bit, other = metrics(loss=float(np.nextafter(0.5, 1)), grad_norm=0.02), metrics(loss=0.5, grad_norm=0.0201)
+    (same, near, far) = (compared([("train_step", old)], [new])["train_step"] for new in (old, one_bit, other))
     assert (same.verdict, same.first) == ("equal", "")
     assert near.verdict == "within" and near.unequal == 1 and 0 < near.largest < 1e-9
     assert far.verdict == "differs" and far.largest == pytest.approx(5)  # 0.5 % of a bound of 0.1 %
@@ -210,25 +207,25 @@ def test_few_other_draws_are_within_the_bound_of_rounded_log_probabilities() -> 
 
 
 def test_other_draws_do_not_raise_measured_bounds() -> None:
-    old, new = (
-        quantum(request(0, [token], -1.0), request(1, [5], logprob)) for token, logprob in ((6, -2.0), (7, -2.00001))
-    )
+    draws = (6, -2.0), (7, -2.00001)
+    old, new = (quantum(request(0, [token], -1.0), request(1, [5], logprob)) for token, logprob in draws)
     bounds = measured([Entry("generate", requests(0, 1), None, old)], [new], 2.0**-23)
     assert bounds.logprob == pytest.approx(2e-5, rel=0.02), "four times the difference, as a share of 2"
 
 
 @pytest.mark.parametrize("greedy", [0, 1])
 def test_a_log_probability_that_is_not_a_number_differs(greedy: int) -> None:
-    sent = requests(greedy)
-    assert generated(sent, quantum(request(0, [5])), quantum(request(0, [0], float("nan")))).verdict == "differs"
-    assert generated(sent, quantum(request(0, [5])), quantum(request(0, [5], float("nan")))).verdict == "differs"
+    for token in (0, 5):
+        report = generated(requests(greedy), quantum(request(0, [5])), quantum(request(0, [token], math.nan)))
+        assert report.verdict == "differs"
 
 
 def test_one_changed_weight_is_shown_by_a_sum_that_it_changes() -> None:
-    before, after, broken = (torch.ones(4, 8) for _ in range(3))
-    after[2, 5], broken[2, 5] = 1.5, float("nan")
-    old, *others = ({"w": np.array(digest(tensor))} for tensor in (before, after, broken))
-    for new in others:
+    old = {"w": np.array(digest(torch.ones(4, 8)))}
+    for changed in (1.5, math.nan):
+        tensor = torch.ones(4, 8)
+        tensor[2, 5] = changed
+        new = {"w": np.array(digest(tensor))}
         report = compared([(START, old)], [new])[START]
         was, now = (digests["w"][3 + 5] for digests in (old, new))
         assert (report.verdict, report.first) == ("differs", f"sum 5 of the sketch of w was {was}, and is now {now}")
@@ -250,10 +247,8 @@ def test_a_digest_tells_rounding_from_another_update(dtype: torch.dtype) -> None
         return end.verdict
 
     assert verdict(before + update) == "equal"
-    if dtype == torch.float32:
-        assert verdict(rounded) == "within"
-    assert verdict(before - update) == "differs"
-    assert verdict(before) == "differs", "no update at all"
+    assert dtype != torch.float32 or verdict(rounded) == "within"
+    assert verdict(before - update) == verdict(before) == "differs", "another update, and none at all"
 
 
 def test_the_sketch_changes_by_the_change_of_an_element() -> None:
@@ -302,24 +297,21 @@ def test_the_certificate_names_versions_phases_and_the_first_difference() -> Non
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certify", str(tmp_path), "--json", str(tmp_path / "none" / "f.json")]) == 2
-    assert "no tape.json.gz; expected the directory of a golden run" in capsys.readouterr().err
-    assert (tmp_path / "none").is_dir(), "made before minutes of work"
-    assert main(["certify", "golden", "seed=1"]) == 2
-    assert "executed as it was recorded" in capsys.readouterr().err
-    config = str(Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml")
-    assert main(["certify", "--record", config]) == 2
-    assert "--record takes one GOLDEN" in capsys.readouterr().err
-    assert main(["certify", str(tmp_path), "--record", config]) == 2
-    assert "exists; choose another directory" in capsys.readouterr().err
-    assert main(["certify", str(tmp_path / "new"), "--record", config, "--steps", "0"]) == 2
-    assert "--steps 0: expected at least 1" in capsys.readouterr().err
-    assert main(["certify", "--measure"]) == 2
-    assert "--measure takes each GOLDEN" in capsys.readouterr().err
+    """Before the first golden run is executed."""
     golden = shutil.copytree(SHIPPED / "sft_fsdp", tmp_path / "golden")
     (golden / BOUNDS_FILE).write_text('{"logprob": 1e-5}')
-    assert main(["certify", str(SHIPPED / "sft_fsdp"), str(golden)]) == 2, "before the first of them is executed"
-    assert "expected numbers: logprob, gradient, update, rounding" in capsys.readouterr().err
+    config, report = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml", tmp_path / "none" / "f.json"
+    for words, says in (
+        ((tmp_path, "--json", report), "no tape.json.gz; expected the directory of a golden run"),
+        (("golden", "seed=1"), "executed as it was recorded"),
+        (("--record", config), "--record takes one GOLDEN"),
+        ((tmp_path, "--record", config), "exists; choose another directory"),
+        ((tmp_path / "new", "--record", config, "--steps", "0"), "--steps 0: expected at least 1"),
+        (("--measure",), "--measure takes each GOLDEN"),
+        ((SHIPPED / "sft_fsdp", golden), "expected numbers: logprob, gradient, update, rounding"),
+    ):
+        assert main(["certify", *map(str, words)]) == 2 and says in capsys.readouterr().err
+    assert report.parent.is_dir(), "made before minutes of work"
 
 
 CONFIG = (
@@ -344,9 +336,8 @@ def test_recorded_samples_are_the_batch_of_their_step(run: Path) -> None:
         length = len(sample["prompt_tokens"]) + len(sample["tokens"])
         assert batch["tokens"][row, :length].tolist() == sample["prompt_tokens"] + sample["tokens"]
         assert batch["loss_mask"][row, 3:length].tolist() == [float(one) for one in sample["sampled"]]
-        assert batch["generation_logprobs"][row, 3:length] == pytest.approx(
-            np.where(sample["sampled"], sample["logprobs"], 0)
-        )
+        logprobs = np.where(sample["sampled"], sample["logprobs"], 0)
+        assert batch["generation_logprobs"][row, 3:length] == pytest.approx(logprobs)
     rewards = np.array([0, 0.25, 0.5, 0.75])
     others = np.array([np.delete(rewards, place) for place in range(4)])
     expected = (rewards - others.mean(1)) / (others.std(1, ddof=1) + 1e-6)  # NeMo-RL's leave-one-out baseline
