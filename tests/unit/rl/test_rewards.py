@@ -14,19 +14,9 @@ from dagrl.config import DataConfig, RewardConfig, RewardShapingConfig
 from dagrl.data import read_examples
 from dagrl.data.tokenization import Prompt, digest_of, encode_prompts
 from dagrl.errors import ConfigError, RunError
+from dagrl.rl import rewards as of_rewards
 from dagrl.rl.functions.answers import described
-from dagrl.rl.rewards import (
-    RewardRunner,
-    Rewards,
-    check_failures,
-    check_keywords,
-    check_weights,
-    exact_match,
-    join_rewards,
-    math_answer,
-    overlong_penalty,
-    rewards_of,
-)
+from dagrl.rl.rewards import RewardRunner, Rewards, check_failures, check_weights, join_rewards, rewards_of
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.scoring import reward_means, reward_values
 from dagrl.run.model import character_tokenizer
@@ -47,8 +37,7 @@ def picky(prompts: Any, completions: Any, references: Any) -> list[float]:
 
 
 def one_by_one(prompts: Any, completions: Any, references: Any) -> Any:
-    for completion in completions:
-        yield from picky([""], [completion], [""])
+    yield from (picky([""], [completion], [""])[0] for completion in completions)
 
 
 def noted(prompts: Any, completions: Any, references: Any) -> list[float]:
@@ -116,20 +105,23 @@ def with_its_own_loop(prompt: str, completion: str, reference: str) -> float:
     return asyncio.run(Together()("0", completion, reference))
 
 
-def run(function: str, completions: list[str], timeout_s: float = 5.0) -> tuple[list[float], int, str]:
-    config = RewardConfig(function=function, timeout_s=timeout_s, max_failed_share=1.0)
-    with RewardRunner(config) as runner:
+def config_of(function: str, **keys: Any) -> RewardConfig:
+    return RewardConfig(function=f"{__name__}:{function}", **keys)
+
+
+def run(function: str, completions: list[str]) -> tuple[list[float], int, str]:
+    with RewardRunner(config_of(function, timeout_s=5.0, max_failed_share=1.0)) as runner:
         rewards = rewarded(runner, ["p"] * len(completions), completions, ["r"] * len(completions))
     return rewards.values.tolist(), rewards.failed, rewards.message
 
 
 def test_exact_match() -> None:
-    assert exact_match(["1+1="] * 3, ["2", " 2\n", "22"], ["2", "2", "2"]) == [1.0, 1.0, 0.0]
+    assert of_rewards.exact_match(["1+1="] * 3, ["2", " 2\n", "22"], ["2", "2", "2"]) == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["picky", "one_by_one"])
 def test_a_sample_that_raises_fails_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    values, failed, message = run(f"{__name__}:{name}", ["ab", "raise", "abc"])
+    values, failed, message = run(name, ["ab", "raise", "abc"])
     assert (values, failed) == ([2.0, 0.0, 3.0], 1)
     assert "for a batch" not in caplog.text, "the failed sample is counted instead"
     line = picky.__code__.co_firstlineno + 2
@@ -176,32 +168,34 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> type[TimedProcess]:
 
 
 def test_each_sample_of_a_failed_batch_has_the_time_of_a_call(timed: type[TimedProcess]) -> None:
-    with RewardRunner(RewardConfig(function=f"{__name__}:length", timeout_s=10.0)) as runner:
+    with RewardRunner(config_of("length", timeout_s=10.0)) as runner:
         actual = rewards_of(runner.submit([""] * 4, ["inf", "9", "inf", "0.5"], [""] * 4).result())
     assert actual.values.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert timed.now == 4 * START_S + 3 * 10.0 + 9.5, "the batch, and two of its samples, hang until the deadline"
 
 
 def test_each_single_sample_has_its_time(timed: type[TimedProcess]) -> None:
-    with RewardRunner(RewardConfig(function=f"{__name__}:single", batched=False, timeout_s=10.0)) as runner:
+    with RewardRunner(config_of("single", batched=False, timeout_s=10.0)) as runner:
         actual = rewards_of(runner.submit([""] * 6, ["inf"] * 6, [""] * 6).result())
     assert actual.failed == 6
     assert timed.now == 6 * (START_S + 10.0)
 
 
 def test_wrong_results() -> None:
-    with pytest.raises(RunError, match=r"failed for all 2 samples: ValueError: no such answer"):
-        run(f"{__name__}:picky", ["raise", "raise"])
-    with pytest.raises(RunError, match=r"it returned a float; expected: a list of 1 answers.*needs batched=false"):
-        run(f"{__name__}:with_its_own_loop", ["a", "b"])
+    for function, text, says in (
+        ("picky", "raise", r"failed for all 2 samples: ValueError: no such answer"),
+        ("with_its_own_loop", "a", r"it returned a float; expected: a list of 1 answers.*needs batched=false"),
+    ):
+        with pytest.raises(RunError, match=says):
+            run(function, [text, text])
     said = "it returned a reward that is not finite in float32"
     for bad in ("nan", "-inf", "1e39"):
-        assert run(f"{__name__}:undefined", [bad, "a"]) == ([0.0, 1.0], 1, said)
-    assert run(f"{__name__}:short", ["a", "b"])[:2] == ([1.0, 1.0], 0)  # correct for one sample at a time
+        assert run("undefined", [bad, "a"]) == ([0.0, 1.0], 1, said)
+    assert run("short", ["a", "b"])[:2] == ([1.0, 1.0], 0)  # correct for one sample at a time
 
 
 def test_one_warning_if_a_batch_fails_but_its_samples_do_not(caplog: pytest.LogCaptureFixture) -> None:
-    with RewardRunner(RewardConfig(function=f"{__name__}:short")) as runner:
+    with RewardRunner(config_of("short")) as runner:
         for rows in (2, 2, 3, 1):
             assert rewarded(runner, ["p"] * rows, ["a"] * rows, ["r"] * rows).values.tolist() == [1.0] * rows
     assert [record.getMessage() for record in caplog.records] == [
@@ -218,7 +212,7 @@ def test_unknown_function() -> None:
 
 def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:
     """None of the twenty ends before all have started."""
-    with RewardRunner(RewardConfig(function=f"{__name__}:together", batched=False, timeout_s=60.0)) as runner:
+    with RewardRunner(config_of("together", batched=False, timeout_s=60.0)) as runner:
         rewards = rewarded(runner, ["20"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert rewards.failed == 1 and rewards.message.startswith("ValueError: no such answer (")
@@ -227,19 +221,19 @@ def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:
 @pytest.mark.parametrize(("function", "batched"), [("one_at_a_time", False), ("one_at_a_time_batched", True)])
 def test_the_event_loop_is_shared_by_all_calls(function: str, batched: bool) -> None:
     """A semaphore, like a judge's HTTP client, is bound to its event loop."""
-    with RewardRunner(RewardConfig(function=f"{__name__}:{function}", batched=batched)) as runner:
+    with RewardRunner(config_of(function, batched=batched)) as runner:
         for _ in range(3):
             assert rewarded(runner, ["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
 
 
 def test_a_function_of_single_samples_may_run_its_own_loop() -> None:
-    with RewardRunner(RewardConfig(function=f"{__name__}:with_its_own_loop", batched=False)) as runner:
+    with RewardRunner(config_of("with_its_own_loop", batched=False)) as runner:
         assert rewarded(runner, ["p"] * 2, ["a", "abc"], ["r"] * 2).values.tolist() == [1.0, 3.0]
 
 
 def test_a_hanging_coroutine_fails_alone_without_a_retry(tmp_path: Path) -> None:
     noted = tmp_path / "calls"
-    with RewardRunner(RewardConfig(function=f"{__name__}:stuck", batched=False, timeout_s=0.5)) as runner:
+    with RewardRunner(config_of("stuck", batched=False, timeout_s=0.5)) as runner:
         rewards = rewarded(runner, [str(noted)] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
     assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
@@ -248,7 +242,7 @@ def test_a_hanging_coroutine_fails_alone_without_a_retry(tmp_path: Path) -> None
 
 def test_a_single_sample_is_not_retried(tmp_path: Path) -> None:
     noted = tmp_path / "calls"
-    with RewardRunner(RewardConfig(function=f"{__name__}:noted", max_failed_share=1.0)) as runner:
+    with RewardRunner(config_of("noted", max_failed_share=1.0)) as runner:
         assert rewards_of(runner.submit([str(noted)], ["raise"], ["r"]).result()).message.startswith("ValueError: no such")
     assert noted.read_text() == "raise\n"
 
@@ -275,7 +269,7 @@ def test_with_may_all_fail_only_the_share_counts(total: int, caplog: pytest.LogC
 def test_overlong_penalty_is_dapos_equation_13() -> None:
     """With a maximum of 20480 tokens and a cache of 4096: 0 up to 16384, -0.5 half-way, -1 from the end on."""
     config = RewardShapingConfig(enabled=True, max_response_length=20480, overlong_buffer_length=4096)
-    actual = overlong_penalty([0, 16384, 16385, 18432, 20480, 30000], config, max_new_tokens=1)
+    actual = of_rewards.overlong_penalty([0, 16384, 16385, 18432, 20480, 30000], config, max_new_tokens=1)
     assert actual.tolist() == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
 
 
@@ -300,7 +294,7 @@ def test_math_answers() -> None:
         (r"The roots are \boxed{3} and \boxed{5}.", "3, 5", 1.0),
     ]
     completions, references, expected = (list(column) for column in zip(*rows, strict=True))
-    assert math_answer(["q"] * len(rows), completions, references) == expected
+    assert of_rewards.math_answer(["q"] * len(rows), completions, references) == expected
 
 
 def level(prompts: Any, completions: Any, references: Any, level: Any, *, metadata: Any) -> Any:
@@ -362,9 +356,8 @@ def rewards_by_part(config: RewardConfig, completions: list[str], prompt: Prompt
     prompt = prompt or Prompt("1=", np.array([5, 15]), "1", "row 0")
     samples = []
     for text in completions:
-        tokens = tokenizer(text)["input_ids"]
-        made = Episode(prompt, 0, 8, tokens, [-0.5] * len(tokens), [1] * len(tokens), [True] * len(tokens), "stop")
-        samples.append(Sample(prompt, made, text))
+        columns = tokenizer(text)["input_ids"], [-0.5] * len(text), [1] * len(text), [True] * len(text)
+        samples.append(Sample(prompt, Episode(prompt, 0, 8, *columns, "stop"), text))
     group = RolloutGroup(0, 0, [sample.completion for sample in samples])
     texts = ([prompt.text] * len(samples), completions, [prompt.reference] * len(samples))
     with RewardRunner(config) as runner:
@@ -372,10 +365,12 @@ def rewards_by_part(config: RewardConfig, completions: list[str], prompt: Prompt
 
 
 def test_a_reward_asks_for_columns_by_name(tmp_path: Path) -> None:
+    """They are part of the data: a resumed run rejects data with others."""
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
-    actual = rewards_by_part(RewardConfig(function=f"{__name__}:level"), ["1", "22"], prompt)
+    assert digest_of([prompt]) != digest_of(prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 8}]))
+    actual = rewards_by_part(config_of("level"), ["1", "22"], prompt)
     assert actual.values.tolist() == [7.0, 7.0] and not actual.message
-    actual = rewards_by_part(RewardConfig(function=f"{__name__}:everything", batched=False), ["1", "22"], prompt)
+    actual = rewards_by_part(config_of("everything", batched=False), ["1", "22"], prompt)
     assert not actual.message
     columns = {name: values.tolist() for name, values in actual.parts.items()}
     assert columns == {"prompt_ids": [2.0, 2.0], "completion_ids": [1.0, 2.0], "logprobs": [1.0, 2.0]}
@@ -385,45 +380,32 @@ def test_only_values_with_a_parameter_are_made(tmp_path: Path, monkeypatch: pyte
     """Texts of turns and lists of numbers for 512 samples take longer than many rewards."""
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
     monkeypatch.setattr("dagrl.rl.rollout.scoring.messages_of", None)
-    assert rewards_by_part(RewardConfig(function=f"{__name__}:level"), ["1"], prompt).values.tolist() == [7.0]
+    assert rewards_by_part(config_of("level"), ["1"], prompt).values.tolist() == [7.0]
 
 
 def test_rows_without_a_column_get_none(tmp_path: Path) -> None:
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2"}])
-    actual = rewards_by_part(RewardConfig(function=f"{__name__}:level"), ["1"], prompt)
+    actual = rewards_by_part(config_of("level"), ["1"], prompt)
     assert actual.failed == 1 and "NoneType" in actual.message
 
 
-def test_columns_are_part_of_the_data(tmp_path: Path) -> None:
-    """A resumed run rejects data with other columns, as rewards may depend on them."""
-    one, other = ({"prompt": "1+", "response": "2", "level": level} for level in (1, 2))
-    assert digest_of(prompts_of(tmp_path, [one])) != digest_of(prompts_of(tmp_path, [other]))
-
-
 def test_named_parts_are_weighted_and_kept() -> None:
-    config = RewardConfig(function=f"{__name__}:parts", weights={"short": 0.25})
+    config = config_of("parts", weights={"short": 0.25})
     actual = rewards_by_part(config, ["1", "22"])
     assert actual.values.tolist() == [1.0 - 0.25, -0.5]
     assert {name: values.tolist() for name, values in actual.parts.items()} == {"right": [1.0, 0.0], "short": [-1.0, -2.0]}
 
 
 def test_none_excludes_a_sample_without_counting_it_as_failed() -> None:
-    actual = rewards_by_part(RewardConfig(function=f"{__name__}:only_odd"), ["1", "2", "3", "4"])
+    actual = rewards_by_part(config_of("only_odd"), ["1", "2", "3", "4"])
     assert actual.answered.tolist() == [True, False, True, False]
     assert (actual.excluded, actual.failed, actual.values.tolist()) == (2, 0, [1.0, 0.0, 3.0, 0.0])
 
 
 def test_several_functions_are_summed_and_a_failure_fails_one_sample() -> None:
-    config = RewardConfig.model_validate(
-        {
-            "functions": {
-                "odd": {"function": f"{__name__}:only_odd"},
-                "fine": {"function": f"{__name__}:fails_for_three"},
-                "form": {"function": f"{__name__}:parts"},
-            },
-            "weights": {"odd": 10.0, "form/short": 0.0},
-        }
-    )
+    named = {"odd": "only_odd", "fine": "fails_for_three", "form": "parts"}
+    functions = {name: {"function": f"{__name__}:{function}"} for name, function in named.items()}
+    config = RewardConfig.model_validate({"functions": functions, "weights": {"odd": 10.0, "form/short": 0.0}})
     actual = rewards_by_part(config, ["1", "2", "3"])
     assert actual.values.tolist() == [10.0 + 1.0 + 1.0, 1.0, 0.0]
     assert (actual.failed, actual.excluded) == (1, 0) and actual.message.startswith("ValueError: no threes (")
@@ -431,10 +413,8 @@ def test_several_functions_are_summed_and_a_failure_fails_one_sample() -> None:
 
 
 def test_functions_of_other_tasks_are_not_asked() -> None:
-    both = {
-        "sums": {"function": f"{__name__}:fails_for_three", "tasks": ["sums"]},
-        "odd": {"function": f"{__name__}:only_odd", "tasks": ["odd"]},
-    }
+    named = {"sums": "fails_for_three", "odd": "only_odd"}
+    both = {task: {"function": f"{__name__}:{function}", "tasks": [task]} for task, function in named.items()}
     config = RewardConfig.model_validate({"functions": both})
     prompts = {task: Prompt("1=", np.array([5, 15]), "1", "row 0", task=task) for task in ("sums", "odd")}
     actual = {task: rewards_by_part(config, ["5", "7"], prompt) for task, prompt in prompts.items()}
@@ -448,7 +428,7 @@ def test_functions_of_other_tasks_are_not_asked() -> None:
 def test_a_remote_judge_has_a_concurrency_limit(limit: int | None) -> None:
     """Calls that wait for their turn are not late."""
     judge = "two_at_once" if limit else "all_at_once"
-    config = RewardConfig(function=f"{__name__}:{judge}", batched=False, max_concurrency=limit, timeout_s=0.12)
+    config = config_of(judge, batched=False, max_concurrency=limit, timeout_s=0.12)
     began = time.monotonic()
     actual = rewards_by_part(config, ["1"] * 6)
     assert actual.failed == 0 and actual.values.max() == (limit or 6)
@@ -456,10 +436,8 @@ def test_a_remote_judge_has_a_concurrency_limit(limit: int | None) -> None:
 
 
 def test_an_unknown_parameter_is_found_before_the_run() -> None:
-    with pytest.raises(
-        ConfigError, match=r"reward\.function: .* has the parameters levl, which no example has; .*level, log"
-    ):
-        check_keywords(RewardConfig(function=f"{__name__}:misnamed"), ["level"])
+    with pytest.raises(ConfigError, match=r"reward\.function: .* has the parameters levl, which no .* has; .*level, log"):
+        of_rewards.check_keywords(config_of("misnamed"), ["level"])
 
 
 @pytest.mark.parametrize(
@@ -472,7 +450,7 @@ def test_an_unknown_parameter_is_found_before_the_run() -> None:
     ],
 )
 def test_a_weight_of_no_part_is_an_error_once_parts_are_known(name: str, weights: dict[str, float], message: str) -> None:
-    config = RewardConfig(function=f"{__name__}:{name}", weights=weights)
+    config = config_of(name, weights=weights)
     check_weights(config, has_environment=False)  # the parts of one function are not known yet
     runner, actual = RewardRunner(config), rewards_by_part(config, ["1", "3"])
     if not message:
