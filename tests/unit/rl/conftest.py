@@ -19,18 +19,8 @@ from dagrl.runtime.deadline import Deadline
 class InProcess:
     """A test double of `FunctionProcess`, which calls the function as its child process would."""
 
-    def __init__(
-        self,
-        path: str,
-        key: str,
-        batched: bool,
-        deadline: Deadline,
-        start: Deadline,
-        arguments: str,
-        concurrency: int | None = None,
-        prepare: object = None,
-    ) -> None:
-        function = load_callable(path, key)
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline, *more: Any) -> None:
+        (arguments, concurrency, *_), function = (*more, None), load_callable(path, key)
         self._function = EpisodeHost(function) if arguments == "episodes" else with_keywords(function, batched=batched)
         self._batched, self._deadline, self._concurrency = batched, deadline, concurrency or 0
         self._loop = LoopThread(key)

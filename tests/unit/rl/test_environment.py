@@ -33,13 +33,8 @@ from dagrl.run.model import character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-REPLIES = {
-    "empty": "",
-    "accent": "café",
-    "end": None,
-    "number": 3,
-    "surrogate": b"caf\xe9".decode("utf-8", "surrogateescape"),
-}
+SURROGATE = b"caf\xe9".decode("utf-8", "surrogateescape")
+REPLIES = {"empty": "", "accent": "café", "end": None, "number": 3, "surrogate": SURROGATE}
 
 
 class Says:
@@ -111,9 +106,7 @@ class Ticks(Counts):
         return f"{self.ticks > 3} {self.task.done()}"
 
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
 TEMPLATED = character_tokenizer("0123456789+=<>" + "".join(map(chr, range(97, 123))), TEMPLATE)
 
 
@@ -151,15 +144,13 @@ def test_each_episode_has_its_state_and_rewards_by_turn(name: str, tmp_path: Pat
         assert run.ask(("a", 2, ["x"]), ("b", 3, ["xy"])) == [Reply("1 left", reward=1.5), Reply("2 left", reward=2.5)]
         assert run.ask(("b", 3, ["xy", ""])) == [Reply("1 left", reward=0.5)]
         assert run.ask(("a", 2, ["x", "xyz"])) == [Reply(None, ENDED, reward=3.5)]
-    assert sorted(run.notes) == sorted(
-        ["a reset 7", "b reset 7", "a step x", "b step xy", "b step ", "a step xyz", "a close", "b close"]
-    ), "an episode that ended is closed at once, the other with the run"
+    notes = ["a reset 7", "b reset 7", "a step x", "b step xy", "b step ", "a step xyz", "a close", "b close"]
+    assert sorted(run.notes) == sorted(notes), "an episode that ended is closed at once, the other with the run"
 
 
 @pytest.mark.parametrize(
     "opening, text",
     [
-        (None, ""),
         ("12+", "<system>sum<user>12+<assistant>"),
         ([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}], "<system>sum<user>1<user>2<assistant>"),
         ([{"role": "system", "content": "0"}, {"role": "user", "content": "3"}], "<system>0<user>3<assistant>"),
@@ -167,10 +158,8 @@ def test_each_episode_has_its_state_and_rewards_by_turn(name: str, tmp_path: Pat
 )
 def test_reset_may_give_the_first_messages_of_a_conversation(opening: Any, text: str, tmp_path: Path) -> None:
     conversation = ({"role": "system", "content": "sum"}, {"role": "user", "content": "1+1="})
+    assert opened(tmp_path, None, messages=conversation) == Reply(None)
     asked = opened(tmp_path, opening, messages=conversation)
-    if opening is None:
-        assert asked == Reply(None)
-        return
     assert asked.prompt is not None and asked.prompt.text == text and asked.prompt.reference == "2"
     assert asked.prompt.tokens.tolist() == TEMPLATED(text, add_special_tokens=False)["input_ids"]
 
@@ -190,13 +179,6 @@ def test_a_reset_without_a_prompt_fails_its_sequence(opening: Any, message: str,
     assert actual.reason == FAILED and message in actual.failure
 
 
-def test_the_first_turn_continues_what_reset_began(tmp_path: Path) -> None:
-    with episodes("Counts", tmp_path) as run:
-        assert run.ask(("a", 2, [])) == [Reply(None)]
-        assert run.ask(("a", 2, ["x"])) == [Reply("1 left", reward=1.0)]
-        assert run.notes == ["a reset 7", "a step x"]
-
-
 def test_tasks_of_an_environment_run_between_turns(tmp_path: Path) -> None:
     with episodes("Ticks", tmp_path) as run:
         run.ask(("a", 2, []))
@@ -206,7 +188,8 @@ def test_tasks_of_an_environment_run_between_turns(tmp_path: Path) -> None:
 
 def test_a_rollout_that_ends_closes_its_episode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with episodes("Counts", tmp_path) as run:
-        run.ask(("a", 9, ["x"]))
+        assert run.ask(("a", 9, [])) == [Reply(None)]
+        run.ask(("a", 9, ["x"]))  # continues what reset began
         run.runner.close("key of a")
         run.ask(("a", 9, ["y"]))  # of the same key, such as the next validation
         assert run.notes == ["a reset 7", "a step x", "a close", "a reset 7", "a step y"]
@@ -322,27 +305,18 @@ def test_an_episode_is_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert ask(1, "hello", "wrong", "end") == Reply(None, reward=0.3)
 
 
-@pytest.mark.parametrize(
-    "text, action",
-    [
+def test_turns_become_actions_and_observations_texts() -> None:
+    for text, action in (
         ("hello", {"text": "hello"}),
         (" 12 ", {"text": "12"}),
         ('{"text": "a", "metadata": {}}', {"text": "a", "metadata": {}}),
         ('I say:\n```json\n{"text": "b"}\n```', {"text": "b"}),
-    ],
-)
-def test_turns_become_actions(text: str, action: dict[str, Any]) -> None:
-    assert action_reader(SCHEMA)(text) == action
-
-
-def test_turns_that_are_no_actions_are_rejected() -> None:
-    two = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}, "required": ["row", "column"]}
+    ):
+        assert action_reader(SCHEMA)(text) == action
+    number = {"type": "integer"}
+    assert action_reader({"properties": {"row": number}})("3") == {"row": 3}
     with pytest.raises(ValueError, match="expected a JSON object with row, column"):
-        action_reader(two)("3")
-    assert action_reader({"properties": {"row": {"type": "integer"}}})("3") == {"row": 3}
-
-
-def test_observations_are_text_or_json() -> None:
+        action_reader({"properties": {"row": number, "column": number}, "required": ["row", "column"]})("3")
     assert observation_text({"text": "a", "reward": 1.0, "done": False, "metadata": {}}) == "a"
     assert observation_text({"text": "ä", "left": 2}) == '{"text": "ä", "left": 2}'
 
@@ -393,8 +367,5 @@ def test_prompts_show_the_schemas() -> None:
     assert shown_schema["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "the first"}
     with pytest.raises(ConfigError, match=r"row 1 is a plain prompt, but only a chat template can show environment\.tools"):
         with_tools(Example("2+3", "5", source="row 1"), schemas)
-
-
-def test_a_tool_needs_a_schema() -> None:
     with pytest.raises(ConfigError, match=r"environment\.tools: untyped has no JSON schema: .*type hint"):
         check_environment(EnvironmentConfig(tools=(f"{__name__}:untyped",)))

@@ -62,11 +62,10 @@ class Bench:
 
         self.run.submit = kept  # type: ignore[method-assign]
         run, tokenizer = self.run, self.run.inputs.tokenizer
-        self.turns = (
-            AgentTurns(environment)
-            if isinstance(environment, AgentRunner)
-            else EnvironmentTurns(run.config, tokenizer, environment)  # type: ignore[arg-type]
-        )
+        if isinstance(environment, AgentRunner):
+            self.turns: Any = AgentTurns(environment)
+        else:
+            self.turns = EnvironmentTurns(run.config, tokenizer, environment)  # type: ignore[arg-type]
         self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, self.turns)
 
     def ask(self, group: RolloutGroup) -> None:
@@ -92,8 +91,8 @@ def group(number: int, *episodes: Episode, cohort: int = 0) -> RolloutGroup:
     return RolloutGroup(number, KEY + number, list(episodes), cohort)
 
 
-def fresh(seed: int, limit: int = LIMIT) -> Episode:
-    return Episode(PROMPT, seed, limit)
+def fresh(seed: int) -> Episode:
+    return Episode(PROMPT, seed, LIMIT)
 
 
 def begun(count: int, **fields: Any) -> Episode:
@@ -243,8 +242,8 @@ def test_settle_collects_finished_answers() -> None:
 
 
 def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
-    environment = ManualEnvironment()
-    bench, episode = Bench(environment), begun(2, turns=1)
+    environment, episode = ManualEnvironment(), begun(2, turns=1)
+    bench = Bench(environment)
     bench.ask(group(0, episode))
     bench.rollouts.abort([0])
     environment.answer(Reply("00"))
@@ -308,11 +307,8 @@ def test_turns_go_on_after_answers_until_they_are_the_most() -> None:
         environment.answer(*[Reply("000", reward=1.0)] * len(environment.calls[0][0]))
     bench.rollouts.settle()
     assert not bench.rollouts.busy and {episode.turns for episode in answered} == {2}, "two turns are the most"
-    assert all(
-        episode.turn_rewards == [None, 1.0] and episode.sampled[-1]
-        for episode in answered
-        if episode.finish_reason == "stop"
-    )
+    stopped = [episode for episode in answered if episode.finish_reason == "stop"]
+    assert all(episode.turn_rewards == [None, 1.0] and episode.sampled[-1] for episode in stopped)
     assert len(environment.closed) == len(set(environment.closed)) == len(episodes)
 
 
@@ -325,12 +321,10 @@ def test_a_prefix_of_a_stop_string_is_generated_again_within_the_turn() -> None:
     assert (own.tokens.tolist(), answered.tokens.tolist()) == ([4], [4, seven])
 
 
-@pytest.mark.parametrize(("turn", "again"), [("2E", True), ("2<eos>", False), ("2\n", True)])
-def test_a_turn_gets_one_end_and_the_templates_text(turn: str, again: bool) -> None:
+@pytest.mark.parametrize(("turn", "end", "again"), [("2E", "", True), ("2<eos>", "", False), ("2\n", "E", True)])
+def test_a_turn_gets_one_end_and_the_templates_text(turn: str, end: str, again: bool) -> None:
     """ChatML on a base model: the template ends turns with another token than the tokenizer's end of sequence."""
-    template = (
-        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}E\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-    )
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}E\n{% endfor %}{{ 'a' if add_generation_prompt }}"
     tokenizer = character_tokenizer("0123456789+=uaE\n", template)
     asked, more = {"role": "user", "content": "1+1="}, {"role": "user", "content": "2+2="}
     ids = tokenizer(tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True))["input_ids"]
@@ -346,8 +340,6 @@ def test_a_turn_gets_one_end_and_the_templates_text(turn: str, again: bool) -> N
         environment.answer(Reply(reply))  # type: ignore[arg-type]
         turns.take()
         environment.max_turns += 1
-    assert "".join(tokenizer.convert_ids_to_tokens(episode.tokens)) == {
-        "2E": "2E\nu2+2=E\na4E", "2<eos>": "2<eos>\nu2+2=E\na4E", "2\n": "2\nE\nu2+2=E\na4E"
-    }[turn]  # fmt: skip
+    assert "".join(tokenizer.convert_ids_to_tokens(episode.tokens)) == f"{turn}{end}\nu2+2=E\na4E"
     share = turns.metrics([Sample(episode.prompt, episode, "")])["environment/rendered_differently"]
     assert (episode.renders_again, share) == (again, float(not again))
