@@ -19,9 +19,10 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn
@@ -152,8 +153,9 @@ class Pool:
                 self._pipes.append(ours)
             self._sizes = (case.gpus, case.ranks)
         thorough = case == next(one for one in self._cases if one.kind == case.kind)
+        made = replace(case, made=case.sources())
         names: list[str] = self.ask(
-            "begin", case, case.destinations(), [reserve_port() for _ in range(PORTS)], thorough, self._rivals
+            "begin", made, case.destinations(), [reserve_port() for _ in range(PORTS)], thorough, self._rivals
         )[0]
         return names
 
@@ -163,22 +165,26 @@ class Pool:
             raise RunError("the ranks have ended")
         for pipe in self._pipes:
             pipe.send((command, arguments))
-        answers: list[tuple[str, Any]] = []
-        until = time.monotonic() + LIMIT_S
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                arrived = pipe.poll(max(0.0, until - time.monotonic()))
-                answers.append(pipe.recv() if arrived else (f"did not {command} within {LIMIT_S:.0f} s", None))
-            except (EOFError, OSError):
-                arrived = False
-                answers.append(("died", None))
-            if not arrived:
-                self.close()
-                raise RunError(f"rank {rank} {answers[-1][0]}")
-        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
+        answers: dict[int, tuple[str, Any]] = {}
+        until, gone = time.monotonic() + LIMIT_S, False
+        while len(answers) < len(self._pipes) and not gone:
+            silent = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            arrived = wait(silent, max(0.0, until - time.monotonic()))
+            for pipe in cast("list[Connection]", arrived):
+                try:
+                    answers[silent[pipe]] = pipe.recv()
+                except (EOFError, OSError):
+                    answers[silent[pipe]], gone = ("died", None), True
+            if any(error for error, _ in answers.values()):
+                until = min(until, time.monotonic() + END_S)  # the others may wait for that rank
+            gone = gone or not arrived
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in sorted(answers.items()) if error]
+        if gone:
+            self.close()
+            errors = errors or [f"ranks did not {command} within {LIMIT_S:.0f} s: {', '.join(map(str, silent.values()))}"]
         if errors:
             raise RunError("\n".join(errors))
-        return [answer for _, answer in answers]
+        return [answers[rank][1] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
         """Ends the processes."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import cast
 
@@ -44,6 +44,8 @@ class RefitCase:
     expert_parallel: bool = False
     colocated: bool = False
     fsdp: bool = False
+    made: list[list[WeightSlice]] | None = field(default=None, compare=False, repr=False)
+    """What `sources` returned before vLLM built a model: it leaves process groups, where no FSDP model can be described."""
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ class RefitCase:
 
     def sources(self) -> list[list[WeightSlice]]:
         """Returns the slices of each train rank."""
-        return _sources(self)
+        return self.made or _sources(self)
 
     def destinations(self) -> list[list[WeightSlice]]:
         """Returns the slices of each generation rank."""
