@@ -4,10 +4,11 @@ import functools
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,50 +49,31 @@ class Posted:
         return load(found) if isinstance(found, bytes) else found
 
 
-class Other:
-    """An edge that is read by itself, and has nothing to read the first time."""
-
-    def __init__(self) -> None:
-        self.late = 1
-
-    def read(self, timeout_s: float) -> Packet:
-        if self.late:
-            self.late -= 1
-            raise EdgeTimeoutError("no message in time")
-        return Packet(HEADER, "other", 0.5)
-
-
-def outputs_of(edges: list[Any], mailbox: Mailbox, cells: list[int | None] | None = None) -> Outputs:
-    """Outputs that are posted in this order, or have these cells."""
-    return Outputs(edges, list(range(len(edges))) if cells is None else cells, mailbox)
+def failure(rank: int) -> WorkerFailure:
+    return WorkerFailure("train", rank, "", "", rank, "phase", 7, "train.step", "raised", "ValueError", "traceback", rank)
 
 
 def test_an_output_that_was_read_is_not_read_again() -> None:
     """While another output is late: its writer may be one replay ahead, and a ring gives what comes next."""
-    mailbox = Mailbox.create(1, 4)
-    near = Posted()
-    outputs = outputs_of([near, Other()], mailbox, [0, None])
-    failure = WorkerFailure("train", 0, "", "", 1, "step", 1, "train.step", "raised", "ValueError", "", 0)
+    mailbox, near, packet = Mailbox.create(1, 4), Posted(), Packet(HEADER, "other", 0.5)
+    late: Any = SimpleNamespace(read=Mock(side_effect=[EdgeTimeoutError("no message in time"), packet, packet]))
+    outputs = Outputs([near, late], [0, None], mailbox)  # type: ignore[list-item]
     for number in (1, 2):
         mailbox.post(0, number, pickle.dumps(number), 1.0)
-        near.large.append((f"near {number}", 0.1, (failure,) if number == 1 else ()))
+        near.large.append((f"near {number}", 0.1, (failure(0),) if number == 1 else ()))
     with pytest.raises(EdgeTimeoutError):
         outputs.read(Submitted(1, HEADER), 1.0)
-    assert outputs.failures(Submitted(1, HEADER)) == [failure]
-    assert outputs.failures(Submitted(1, HEADER)) == [failure]
+    assert outputs.failures(Submitted(1, HEADER)) == [failure(0)]
+    assert outputs.failures(Submitted(1, HEADER)) == [failure(0)]
     assert [value for value, *_ in outputs.read(Submitted(1, HEADER), 1.0)] == ["near 1", "other"]
     assert [value for value, *_ in outputs.read(Submitted(2, HEADER), 1.0)] == ["near 2", "other"]
-
-
-def failure(rank: int) -> WorkerFailure:
-    return WorkerFailure("train", rank, "", "", rank, "phase", 7, "train.step", "raised", "ValueError", "traceback", rank)
 
 
 def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
     """Small and large messages; repeated looks find the same failures."""
     mailbox = Mailbox.create(4, 4)
     edges = [Posted() for _ in range(4)]
-    outputs = outputs_of(edges, mailbox)
+    outputs = Outputs(edges, range(4), mailbox)  # type: ignore[arg-type]
     assert outputs.failures(Submitted(1, HEADER)) == []
     mailbox.post(1, 1, pickle.dumps((None, 0.1, (failure(1),))), 1.0)
     mailbox.post(3, 1, pickle.dumps(1), 1.0)
@@ -108,11 +90,11 @@ def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_result_that_cannot_be_unpickled_is_an_error(large: bool) -> None:
-    mailbox, edges, content = Mailbox.create(1, 4), [Posted()], pickle.dumps((Unreadable(), 0.1, ()))
+    mailbox, edge, content = Mailbox.create(1, 4), Posted(), pickle.dumps((Unreadable(), 0.1, ()))
     mailbox.post(0, 1, pickle.dumps(1) if large else content, 1.0)
-    edges[0].large.append(content)
+    edge.large.append(content)
     with pytest.raises(UnreadableError, match="ValueError: cannot be made again"):
-        outputs_of(edges, mailbox).read(Submitted(1, HEADER), 1.0)
+        Outputs([edge], [0], mailbox).read(Submitted(1, HEADER), 1.0)  # type: ignore[list-item]
 
 
 def node(number: int, *sources: Source) -> BoundNode:
@@ -174,20 +156,11 @@ def live_graph(monkeypatch: pytest.MonkeyPatch, rays: Rays, read: Exception | No
     for module in (dagrl_engine, base):
         monkeypatch.setattr(module, "ray", rays)
     monkeypatch.setattr(dagrl_engine, "time", rays)
-    graph = DagrlGraph.__new__(DagrlGraph)
-
-    def raise_it(*words: object) -> None:
-        if read is not None:
-            raise read
-
-    graph._phase, graph._limits, graph._submitted, graph._ask_at, graph._alive = "train_step", LIMITS, 0, 0.0, {}
-    graph._limits = GraphLimits(1 << 16, 1 << 12, 2, 5.0, 7.0, 4.0, may_kill=may_kill)
-    edges: Any = SimpleNamespace(write=raise_it, read=raise_it, close=lambda: None)
-    graph._start = graph._outputs = edges
-    graph._closing = [edges]
-    bound: Any = SimpleNamespace(actors=tuple(rays.answers), gathering=None)
-    graph._bound = bound
-    monkeypatch.setattr(graph, "_call", rays.ask)
+    graph: Any = DagrlGraph.__new__(DagrlGraph)
+    graph._phase, graph._submitted, graph._ask_at, graph._alive = "train_step", 0, 0.0, {}
+    graph._limits, graph._call = replace(LIMITS, may_kill=may_kill), rays.ask
+    graph._start = graph._outputs = SimpleNamespace(write=Mock(), read=Mock(side_effect=read), close=lambda: None)
+    graph._closing, graph._bound = [graph._start], SimpleNamespace(actors=tuple(rays.answers), gathering=None)
     return graph
 
 
@@ -253,7 +226,6 @@ def test_edges_to_other_hosts_are_refused_where_ray_encrypts(monkeypatch: pytest
         check_encryption(two)
 
 
-RAY_HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
 CALL = NodeCall("train", "train[3].step", 0, "call", "step", (Take(0),), {}, 0, True, 1 << 20, "key")
 TIMEOUT_S = 4.0
 RAY_LIMITS = GraphLimits(1 << 16, 1 << 16, max_in_flight=2, compile_s=0.05, replay_s=1.0, teardown_s=TIMEOUT_S)
@@ -302,28 +274,28 @@ def worker() -> Worker:
 def test_values_and_results_are_copies_that_may_be_kept(worker: Worker) -> None:
     batch = Batch({"x": np.arange(6).reshape(2, 3), "lengths": np.full(2, 3)})
     worker.returns = {"x": np.arange(4.0)}
-    result = Packet.from_wire(load(run_pickled(worker, CALL, pickled(Packet(RAY_HEADER, batch)))))
+    result = Packet.from_wire(load(run_pickled(worker, CALL, pickled(Packet(HEADER, batch)))))
     (seen,) = worker.seen
     np.testing.assert_array_equal(seen["x"], batch["x"])
-    assert isinstance(result.value, dict) and result.header == RAY_HEADER and not result.failures
+    assert isinstance(result.value, dict) and result.header == HEADER and not result.failures
     np.testing.assert_array_equal(result.value["x"], np.arange(4.0))
 
 
 def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_worker(worker: Worker) -> None:
     worker.returns = SimpleNamespace(lock=threading.Lock())
-    (failure,) = Packet.from_wire(load(run_pickled(worker, CALL, pickled(Packet(RAY_HEADER, 0))))).failures
+    (failure,) = Packet.from_wire(load(run_pickled(worker, CALL, pickled(Packet(HEADER, 0))))).failures
     assert (failure.role, failure.rank, failure.node) == ("train", 3, "train[3].step")
     assert "cannot pickle '_thread.lock' object" in failure.message
 
 
 def test_a_value_that_cannot_be_unpickled_frees_the_workers_peers(worker: Worker) -> None:
     with pytest.raises(UnreadableError, match="cannot be made again"):
-        run_pickled(worker, CALL, pickled(Packet(RAY_HEADER, Unreadable())))
+        run_pickled(worker, CALL, pickled(Packet(HEADER, Unreadable())))
     assert worker.aborted == 1
 
 
 def test_a_result_for_an_accelerator_is_not_pickled(worker: Worker) -> None:
-    packet = run_pickled(worker, replace(CALL, accelerated=True), pickled(Packet(RAY_HEADER, 0)))
+    packet = run_pickled(worker, replace(CALL, accelerated=True), pickled(Packet(HEADER, 0)))
     assert isinstance(packet, Packet) and packet.value == "done"
 
 
@@ -344,20 +316,6 @@ class Clock:
         self.now = min(self.now + timeout, max(self.now, self.ends))
 
 
-def torn_down(monkeypatch: pytest.MonkeyPatch, clock: Clock, running: Sequence[str], may_kill: bool = True) -> list[str]:
-    """The actors that a teardown kills, after `clock` has counted its waits."""
-    killed = list[str]()
-    monkeypatch.setattr(ray_engine, "time", clock)
-    monkeypatch.setattr(ray_engine, "threading", SimpleNamespace(Thread=clock.thread))
-    monkeypatch.setattr(base, "ray", SimpleNamespace(kill=killed.append))
-    graph: Any = RayGraph.__new__(RayGraph)
-    graph._phase, graph._limits = "train_step", replace(RAY_LIMITS, may_kill=may_kill)
-    graph._dag, graph._unread = SimpleNamespace(teardown=lambda: None), SimpleNamespace(put=lambda item: None)
-    monkeypatch.setattr(graph, "_running", lambda seconds: list(running))
-    graph.teardown(TIMEOUT_S)
-    return killed
-
-
 @pytest.mark.parametrize(
     ("ends", "running", "may_kill", "killed"),
     [
@@ -372,8 +330,15 @@ def torn_down(monkeypatch: pytest.MonkeyPatch, clock: Clock, running: Sequence[s
 def test_teardown_kills_workers_with_running_loops_within_the_deadline(
     monkeypatch: pytest.MonkeyPatch, ends: float, running: list[str], may_kill: bool, killed: list[str]
 ) -> None:
-    clock = Clock(ends)
-    assert torn_down(monkeypatch, clock, running, may_kill) == killed
+    clock, found = Clock(ends), list[str]()
+    monkeypatch.setattr(ray_engine, "time", clock)
+    monkeypatch.setattr(ray_engine, "threading", SimpleNamespace(Thread=clock.thread))
+    monkeypatch.setattr(base, "ray", SimpleNamespace(kill=found.append))
+    graph: Any = RayGraph.__new__(RayGraph)
+    graph._phase, graph._limits, graph._running = "train_step", replace(RAY_LIMITS, may_kill=may_kill), lambda _: running
+    graph._dag, graph._unread = SimpleNamespace(teardown=lambda: None), SimpleNamespace(put=lambda item: None)
+    graph.teardown(TIMEOUT_S)
+    assert found == killed
     assert sum(clock.waited) <= TIMEOUT_S and clock.now <= 100.0 + min(ends, TIMEOUT_S) + 1e-6
 
 

@@ -9,9 +9,10 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
@@ -256,15 +257,6 @@ def test_a_death_releases_a_shard_that_hangs() -> None:
     assert group.aborted == [0, 2]
 
 
-def test_an_exception_in_a_worker_fails_the_replay_and_keeps_the_graph() -> None:
-    """The other workers finish."""
-    group = Group()
-    raised = raised_in(group)
-    error = failure_of(replay(Shard(raised), Shard("done", after_s=0.2)), group)
-    assert error.failures == (raised,) and not error.breaks
-    assert (group.aborted, group.killed) == ([], [])
-
-
 def test_a_graph_that_closes_while_failures_are_read_reports_its_error() -> None:
     class Closed(Shard):
         def failures(self, submitted: object) -> list[WorkerFailure]:
@@ -334,11 +326,20 @@ def test_peers_of_a_worker_that_raised_are_released_but_not_killed(deadline_s: f
     assert f"timeouts.grace_s = {says} s after a worker raised, or its deadline if that is sooner" in error.breaks
 
 
-def test_other_shards_get_the_grace_time_after_a_failure() -> None:
+@pytest.mark.parametrize(
+    "shards",
+    [
+        lambda raised: (Shard(raised), Shard("done", after_s=0.2)),
+        lambda raised: (Shard("done", after_s=0.4, arrived=[raised]),),
+    ],
+    ids=["another shard", "its own"],
+)
+def test_other_workers_get_the_grace_time_after_a_failure(shards: Callable[[WorkerFailure], Sequence[Shard]]) -> None:
     """They get longer than after a broken graph (0.1 s here). They are not aborted, and no graph is broken."""
     group = Group(reports=(BUSY, BUSY, IDLE))
-    error = failure_of(replay(Shard(arrived=[raised_in(group)], outcome="done", after_s=0.4), grace_s=60.0), group)
-    assert [failure.kind for failure in error.failures] == ["raised"] and not error.breaks
+    raised = raised_in(group)
+    error = failure_of(replay(*shards(raised), grace_s=60.0), group)
+    assert error.failures == (raised,) and not error.breaks
     assert (group.aborted, group.killed) == ([], [])
 
 
@@ -368,10 +369,7 @@ def test_a_broken_graph_does_not_blame_unfinished_workers() -> None:
     ],
 )
 def test_failed_plain_calls_name_the_worker(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    def get(ref: object) -> None:
-        raise error
-
-    monkeypatch.setattr("dagrl.runtime.worker_group.ray.get", get)
+    monkeypatch.setattr("dagrl.runtime.worker_group.ray.get", Mock(side_effect=error))
     monkeypatch.setattr("dagrl.runtime.worker_group.ray.wait", lambda refs, timeout: (refs, []))
     group: Any = Group()
     group.actors = [SimpleNamespace(forward=SimpleNamespace(remote=object)) for _ in range(3)]
@@ -387,14 +385,8 @@ def test_a_death_comes_before_what_its_peers_raised(monkeypatch: pytest.MonkeyPa
     """A checkpoint that fails because a peer died is reported as the death, not as a user error."""
     refused = RayTaskError("save", "the stack", CheckpointError("cannot write: Connection reset by peer"))
     refused.cause = CheckpointError("cannot write: Connection reset by peer")
-    answers: dict[str, Any] = {"first": refused, "second": RayActorError() if dies else None}
-
-    def get(ref: str) -> Any:
-        if isinstance(answers[ref], Exception):
-            raise answers[ref]
-        return answers[ref]
-
-    monkeypatch.setattr("dagrl.runtime.worker_group.ray.get", get)
+    answers = Mock(side_effect=[refused, RayActorError() if dies else None])
+    monkeypatch.setattr("dagrl.runtime.worker_group.ray.get", answers)
     monkeypatch.setattr("dagrl.runtime.worker_group.ray.wait", lambda refs, timeout: (refs[:1], refs[1:]))
     failure = WorkerGroup.failure.__get__(Group())
     with pytest.raises(WorkerError if dies else CheckpointError) as caught:
@@ -405,11 +397,7 @@ def test_a_death_comes_before_what_its_peers_raised(monkeypatch: pytest.MonkeyPa
 
 def test_ranks_that_are_not_called_need_nothing_of_ray() -> None:
     """An object put for them would wait for the store of a raylet that hangs. No cluster runs here."""
-
-    def failure(*what: object) -> WorkerFailure:
-        raise AssertionError(what)
-
-    assert gather([(failure, "reset_tickets", [None, None])], Deadline(1.0, "timeouts.replay_s")) == [[None, None]]
+    assert gather([(pytest.fail, "reset_tickets", [None, None])], Deadline(1.0, "timeouts.replay_s")) == [[None, None]]
 
 
 CALL = NodeCall("train", "train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
@@ -422,47 +410,35 @@ class WithoutWords(Exception):
         raise RuntimeError("no words")
 
 
-class Worker:
-    """Fails with an error whose own message fails, and so does its abort."""
-
-    aborted = 0
-
-    def step(self, value: object) -> None:
-        raise WithoutWords
-
-    def abort(self) -> None:
-        self.aborted += 1
-        raise RuntimeError("the abort's error")
-
-
 @pytest.fixture
-def worker() -> Worker:
-    worker = Worker()
+def worker() -> Any:
+    """Fails with an error whose own message fails, and so does its abort."""
+    worker = SimpleNamespace(step=Mock(side_effect=WithoutWords), abort=Mock(side_effect=RuntimeError("the abort's error")))
     install(worker, "train", 3, "dp 3")
     return worker
 
 
-def test_broken_messages_and_aborts_do_not_hide_the_failure(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_messages_and_aborts_do_not_hide_the_failure(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         (failure,) = run_node(worker, CALL, PACKET).failures
     assert (failure.role, failure.rank) == ("train", 3)
-    assert failure.message == "WithoutWords, whose str() raised RuntimeError" and "in step" in failure.traceback
-    assert worker.aborted == 1 and "the abort's error" in caplog.text
+    assert failure.message == "WithoutWords, whose str() raised RuntimeError" and "in run_node" in failure.traceback
+    assert worker.abort.call_count == 1 and "the abort's error" in caplog.text
 
 
 def test_a_restarted_worker_says_what_to_do() -> None:
     with pytest.raises(RunError, match=r"\(max_restarts\); make a new WorkerGroup of the actors"):
-        drain_runs(Worker(), "train")
+        drain_runs(SimpleNamespace(), "train")
 
 
 def test_a_message_cut_within_a_character_can_be_written() -> None:
     assert error_text(ValueError("half: \ud83d")) == "ValueError: half: \\ud83d"
 
 
-def test_a_worker_that_hears_of_failures_aborts_nothing(worker: Worker) -> None:
+def test_a_worker_that_hears_of_failures_aborts_nothing(worker: Any) -> None:
     failed = failed_packet(worker, CALL, PACKET, ValueError("of another node"))
     assert run_node(worker, CALL, failed).failures == failed.failures
-    assert worker.aborted == 0
+    assert not worker.abort.called
 
 
 def test_overhead_counts_the_longest_shard_and_idleness_all() -> None:

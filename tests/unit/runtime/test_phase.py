@@ -14,7 +14,7 @@ from dagrl.errors import GraphError
 from dagrl.graphs.phases import train_step
 from dagrl.refit.connect import refit
 from dagrl.runtime.draw import Drawing, mermaid, size_text
-from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import Constant, Node, NodeRef, PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase, replicas_per_graph
 from dagrl.runtime.shapes import Field
@@ -34,11 +34,12 @@ class Worker:
     def total(self, parts: list[object]) -> object: ...
 
 
-class Awaited:
-    """Methods of which one is `async`."""
+class Own:
+    """An `async` method, a plain one, and one that calls others by name."""
 
     async def forward(self, x: object) -> object: ...
     def plain(self, x: object) -> object: ...
+    def _fuw_execute(self, name: str, *args: object, **kwargs: object) -> object: ...
 
 
 def role(name: str = "train", *transports: str, **sizes: int) -> Role:
@@ -49,107 +50,101 @@ def trace(function: Callable[..., Any], *roles: Role, arity: int = 8) -> PhaseGr
     return phase(function).trace({item.name: item for item in roles or (role(tp=2),)}, arity)
 
 
-def edges(graph: PhaseGraph) -> list[tuple[str, str]]:
-    return [(graph.nodes[number].label, node.label) for node in graph.nodes for number in node.upstream]
+def annotated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Annotates the shards of a lambda, which cannot do so itself."""
+    shards = [name for name in inspect.signature(function).parameters if name in ("train", "generation")]
+    function.__annotations__ = dict.fromkeys(shards, Shard)
+    return function
 
 
-# What each construct gives.
+def written(node: Node) -> str:
+    """Writes the call of a node, such as `train[0].pair(x, n1)`: x is the input, and n1 the result of node 1."""
+    args = []
+    for arg in node.args:
+        args.append(repr(arg.value) if isinstance(arg, Constant) else f"n{arg.node}" if isinstance(arg, NodeRef) else "x")
+    places = len(args) - len(node.keywords)
+    args[places:] = [f"{name}={arg}" for name, arg in zip(node.keywords, args[places:], strict=True)]
+    args += [f"{name}={value!r}" for name, value in node.constants]
+    call = f"{node.label}([{', '.join(args)}])" if node.kind == "reduce" else f"{node.label}({', '.join(args)})"
+    return call if node.transport == "shm" else f"{call} via {node.transport}"
 
 
-def test_map_and_reduce() -> None:
-    def step(train: Shard, batch: Input) -> Value:
-        return train.reduce("total", train.map("scaled", batch, factor=2.0))
+def broadcast(train: Shard, x: Input) -> Value:
+    one = train[0].map("forward", x)
+    return train.map("pair", train.map("pair", one, x), one)
 
-    assert trace(step) == PhaseGraph(
-        "step",
-        {"train": 2},
-        (
-            Node(0, WorkerRef("train", 0), "scaled", "call", (InputRef(),), (("factor", 2.0),)),
-            Node(1, WorkerRef("train", 1), "scaled", "call", (InputRef(),), (("factor", 2.0),)),
-            Node(2, WorkerRef("train", 0), "total", "reduce", (NodeRef(0), NodeRef(1))),
+
+TP2, OWN = role(tp=2), Role("train", ParallelLayout(), methods_of(Own))
+CONSTRUCTS: dict[str, tuple[Callable[..., Any], list[Role], str]] = {
+    "map and reduce": (
+        lambda train, x: train.reduce("total", train.map("scaled", x, factor=2.0)),
+        [TP2],
+        "train[0].scaled(x, factor=2.0); train[1].scaled(x, factor=2.0); train[0].total([n0, n1])",
+    ),
+    "values by worker, and one for all": (
+        broadcast,
+        [TP2],
+        "train[0].forward(x); train[0].pair(n0, x); train[1].pair(n0, x); train[0].pair(n1, n0); train[1].pair(n2, n0);"
+        " train[0].collect(n3, n4)",
+    ),
+    "stages of every replica in the graph": (
+        lambda train, generation, x: join(
+            train.stages()[1].map("forward", train.stages()[0].map("forward", x)), generation.map("forward", x)
         ),
-        (2,),
-    )
+        [role(dp=2, pp=2, tp=2), role("generation", dp=1)],
+        "train[0].forward(x); train[1].forward(x); train[4].forward(x); train[5].forward(x); train[2].forward(n0);"
+        " train[3].forward(n1); train[6].forward(n2); train[7].forward(n3); generation[0].forward(x);"
+        " train[2].collect(n4, n5, n6, n7, n8)",
+    ),
+    "a join in the given order, on the first worker": (
+        lambda train, generation, x: join(*reversed([train.map("forward", x), generation.map("forward", x)])),
+        [TP2, role("generation", tp=1)],
+        "train[0].forward(x); train[1].forward(x); generation[0].forward(x); generation[0].collect(n2, n0, n1)",
+    ),
+    "a transport": (
+        lambda train, x: train.reduce("total", train.map("forward", x).via("nccl")),
+        [role("train", "nccl", tp=2)],
+        "train[0].forward(x) via nccl; train[1].forward(x) via nccl; train[0].total([n0, n1])",
+    ),
+    "a constant": (lambda train, x: train.map("pair", x, [1, {"a": None}]), [role()], "train[0].pair(x, [1, {'a': None}])"),
+    "constants by name, sorted": (
+        lambda train, x: train.map("scaled", x, names=["a", "b"], factor=0.5),
+        [role()],
+        "train[0].scaled(x, factor=0.5, names=['a', 'b'])",
+    ),
+    "slices and loops over a shard": (
+        lambda train, x: join(*[one.map("forward", x) for one in train], train[1:].map("forward", x)),
+        [role(tp=3)],
+        "train[0].forward(x); train[1].forward(x); train[2].forward(x); train[1].forward(x); train[2].forward(x);"
+        " train[0].collect(n0, n1, n2, n3, n4)",
+    ),
+    "the last worker": (lambda train, x: train[-1].map("forward", x), [TP2], "train[1].forward(x)"),
+    "values by name": (
+        lambda train, x: train.map("pair", y=train.map("forward", x=x), x=x),
+        [role()],
+        "train[0].forward(x=x); train[0].pair(y=n0, x=x)",
+    ),
+    "async methods": (
+        lambda train, x: train.map("plain", train.map("forward", x)),
+        [OWN],
+        "train[0].forward(x); train[0].plain(n0)",
+    ),
+    "a dispatcher": (
+        lambda train, x: train.map("_fuw_execute", "actor_fwmn_update", data=x),
+        [OWN],
+        "train[0]._fuw_execute('actor_fwmn_update', data=x)",
+    ),
+}
 
 
-def test_values_are_passed_worker_by_worker_or_broadcast() -> None:
-    def step(train: Shard, batch: Input) -> Value:
-        one = train[0].map("forward", batch)
-        each = train.map("pair", one, batch)
-        return join(train.map("pair", each, one))
-
-    assert edges(trace(step))[:6] == [
-        ("train[0].forward", "train[0].pair"),
-        ("train[0].forward", "train[1].pair"),
-        ("train[0].pair", "train[0].pair"),
-        ("train[0].forward", "train[0].pair"),
-        ("train[1].pair", "train[1].pair"),
-        ("train[0].forward", "train[1].pair"),
-    ]
-
-
-def test_stages_are_the_pipelines_of_every_replica_in_the_graph() -> None:
-    def step(train: Shard, generation: Shard, x: Input) -> Value:
-        first, second = train.stages()
-        assert [len(shard) for shard in (train, first, second)] == [8, 4, 4]
-        y = second.map("forward", first.map("forward", x))
-        return join(y, generation.map("forward", x))
-
-    graph = trace(step, role(dp=2, pp=2, tp=2), role("generation", dp=1))
-    assert edges(graph)[:4] == [
-        ("train[0].forward", "train[2].forward"),
-        ("train[1].forward", "train[3].forward"),
-        ("train[4].forward", "train[6].forward"),
-        ("train[5].forward", "train[7].forward"),
-    ]
-
-
-def test_join_keeps_the_order_given_on_the_first_worker() -> None:
-    def step(train: Shard, generation: Shard, x: Input) -> Value:
-        a, b = train.map("forward", x), generation.map("forward", x)
-        return join(b, a)
-
-    graph = trace(step, role(tp=2), role("generation", tp=2))
-    assert graph.nodes[-1] == Node(
-        4, WorkerRef("generation", 0), "", "collect", (NodeRef(2), NodeRef(3), NodeRef(0), NodeRef(1))
-    )
-
-
-def test_a_value_of_several_workers_is_joined_to_be_returned() -> None:
-    def step(train: Shard, x: Input) -> Value:
-        return train.map("forward", x)
-
-    graph = trace(step)
-    assert (graph.nodes[-1].kind, graph.outputs) == ("collect", (2,))
-
-
-def test_via_sets_the_transport_of_the_values_own_nodes() -> None:
-    def step(train: Shard, x: Input) -> Value:
-        y = train.map("forward", x).via("nccl")
-        return train.reduce("total", y)
-
-    assert [node.transport for node in trace(step, role("train", "nccl", tp=2)).nodes] == ["nccl", "nccl", "shm"]
-
-
-def test_constants_by_position_and_by_keyword() -> None:
-    def step(train: Shard, x: Input) -> Value:
-        return train[0].map("pair", x, [1, {"a": None}])
-
-    def named(train: Shard, x: Input) -> Value:
-        return train[0].map("scaled", x, names=["a", "b"], factor=0.5)
-
-    assert trace(step).nodes[0].args == (InputRef(), Constant([1, {"a": None}]))
-    assert trace(named).nodes[0].constants == (("factor", 0.5), ("names", ["a", "b"]))  # sorted: equal however written
-    assert trace(named) == trace(named)
-
-
-def test_slices_and_loops_over_a_shard() -> None:
-    def step(train: Shard, x: Input) -> Value:
-        first, *rest = train
-        assert [len(item) for item in rest] == [1, 1, 1]
-        return join(first.map("forward", x), train[2:].map("forward", x), train[-1].map("forward", x))
-
-    assert [node.worker.position for node in trace(step, role(tp=4)).nodes] == [0, 2, 3, 3, 0]
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_each_construct_gives_its_calls(name: str) -> None:
+    """A value of several workers is joined to be returned."""
+    function, roles, calls = CONSTRUCTS[name]
+    graph = trace(annotated(function), *roles)
+    assert [written(node) for node in graph.nodes] == calls.split("; ")
+    assert (graph.phase, graph.outputs) == (function.__name__, (len(graph.nodes) - 1,))
+    assert graph.widths == {item.name: item.layout.world_size for item in roles}
 
 
 @pytest.mark.parametrize(
@@ -200,23 +195,9 @@ def test_trees_use_every_part_once_and_keep_their_order(workers: int, arity: int
 # Mistakes.
 
 
-def annotated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Annotates the shards of a lambda, which cannot do so itself."""
-    shards = [name for name in inspect.signature(function).parameters if name in ("train", "generation")]
-    function.__annotations__ = dict.fromkeys(shards, Shard)
-    return function
-
-
 def unused(train: Shard, x: Input) -> Value:
     train[1].map("forward", x)
     return train[0].map("forward", x)
-
-
-def test_async_methods_are_traced_as_plain_ones() -> None:
-    def step(train: Shard, x: Input) -> Value:
-        return train.map("plain", train.map("forward", x))
-
-    assert len(trace(step, Role("train", ParallelLayout(), methods_of(Awaited))).nodes) == 2
 
 
 @pytest.mark.parametrize(
@@ -335,35 +316,10 @@ def test_decorator_with_inputs() -> None:
     assert step.trace({"train": role()}).phase == "step"
 
 
-def test_values_may_be_passed_by_name() -> None:
-    def step(train: Shard, batch: Input) -> Value:
-        return train.map("pair", y=train.map("forward", x=batch), x=batch)
-
-    first, _, second, last, *_ = trace(step).nodes
-    assert (first.args, first.keywords) == ((InputRef(),), ("x",))
-    assert (second.args, second.keywords) == ((NodeRef(0), InputRef()), ("y", "x"))
-    assert last.args[0] == NodeRef(1)
-
-
-def test_private_methods_and_dispatchers_are_methods() -> None:
-    class Fused:
-        def _fuw_execute(self, name: str, *args: object, **kwargs: object) -> object: ...
-
+def test_methods_are_those_of_the_class_without_self() -> None:
     methods = methods_of(Worker)
     assert sorted(methods) == ["forward", "pair", "scaled", "total"]
-    assert list(methods["pair"].parameters) == ["x", "y"], "without self"
-    fused = Role("train", ParallelLayout(), methods_of(Fused))
-
-    def step(train: Shard, x: Input) -> Value:
-        return train.map("_fuw_execute", "actor_fwmn_update", data=x)
-
-    graph = trace(step, fused)
-    (node,) = graph.nodes
-    assert (node.method, node.args, node.keywords) == (
-        "_fuw_execute",
-        (Constant("actor_fwmn_update"), InputRef()),
-        ("data",),
-    )
+    assert list(methods["pair"].parameters) == ["x", "y"]
 
 
 NODE_LINE = re.compile(r'^ *p(\d+)_n(\d+)\["(.*)"\]:::(run|reduce|collect)$')
@@ -393,10 +349,10 @@ def outputs(train: Shard, x: Input) -> Value:
     return join(first, train[1].map("backward", first, first), train.reduce("merge_reports", train.map("send_weights", x)))
 
 
-def drawing(item: Phase, arity: int = 4, **layouts: ParallelLayout) -> Drawing:
+def drawing(item: Phase, **layouts: ParallelLayout) -> Drawing:
     methods = methods_of(Both)
     roles = {name: Role(name, layout, methods, frozenset({"shm", "nccl"})) for name, layout in layouts.items()}
-    graph = item.trace(roles, arity)
+    graph = item.trace(roles, 4)
     return Drawing(graph, layouts, {None: 70_000, **{node.number: 1 << 20 for node in graph.nodes}})
 
 
