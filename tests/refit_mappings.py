@@ -13,32 +13,12 @@ Hf = dict[str, Any]
 
 QWEN3_4B: Hf = dict(SHAPES["qwen3-4b"].config)
 QWEN3_30B: Hf = dict(SHAPES["qwen3-30b-a3b"].config)
-QWEN3_235B: Hf = {
-    **QWEN3_30B,
-    "hidden_size": 4096,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-}
-DEEPSEEK_V3: Hf = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "vocab_size": 129280,
-    "topk_method": "noaux_tc",
-}
+QWEN3_235B: Hf = {**QWEN3_30B, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
+QWEN3_235B |= {"intermediate_size": 12288, "moe_intermediate_size": 1536}
+DEEPSEEK_V3: Hf = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129280}
+DEEPSEEK_V3 |= {"num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128}
+DEEPSEEK_V3 |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "intermediate_size": 18432, "moe_intermediate_size": 2048}
+DEEPSEEK_V3 |= {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3, "topk_method": "noaux_tc"}
 
 
 class PlannedWorker(MegatronWorker):
@@ -62,6 +42,8 @@ class RefitMapping:
         return f"{name}-{self.train.describe()}-to-tp{self.tp}dp{self.dp}{'-fp8' if self.fp8 else ''}".replace(" ", "")
 
 
+_DP8, _TP2DP4 = ParallelLayout(dp=8), ParallelLayout(tp=2, dp=4)
+_PP2DP4, _PP4DP2 = ParallelLayout(pp=2, dp=4), ParallelLayout(pp=4, dp=2)
 _EP4TP2DP2 = ParallelLayout(tp=2, dp=4, ep=4, etp=1)
 _EP4TP2PP2 = ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)
 _EP8PP2 = ParallelLayout(pp=2, dp=8, ep=8, etp=1)
@@ -70,22 +52,11 @@ _EP16TP4PP8 = ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=
 _EP16PP16 = ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2)
 LARGEST = [RefitMapping(QWEN3_235B, _EP16TP4PP8, 8, 16), RefitMapping(DEEPSEEK_V3, _EP16PP16, 32, 8)]
 TABLE = [
-    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8),
-    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 8, 1),
-    RefitMapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2),
-    RefitMapping(QWEN3_4B, ParallelLayout(pp=4, dp=2), 4, 2),
-    RefitMapping(QWEN3_4B, ParallelLayout(tp=2, pp=2, dp=2), 4, 2),
-    RefitMapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2),
-    *(
-        RefitMapping(QWEN3_30B, train, tp, dp)
-        for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2)
-        for tp, dp in ((4, 4), (2, 8), (8, 2))
-    ),
-    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8, fp8=True),
-    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 4, 2, fp8=True),
-    RefitMapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2, fp8=True),
-    RefitMapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2, fp8=True),
-    RefitMapping(QWEN3_4B, ParallelLayout(pp=4, dp=2), 4, 2, fp8=True),
+    *(RefitMapping(QWEN3_4B, _DP8, tp, dp) for tp, dp in ((1, 8), (8, 1))),
+    *(RefitMapping(QWEN3_4B, train, 4, 2) for train in (_PP2DP4, _PP4DP2, ParallelLayout(tp=2, pp=2, dp=2), _TP2DP4)),
+    *(RefitMapping(QWEN3_30B, train, tp, 16 // tp) for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2) for tp in (4, 2, 8)),
+    RefitMapping(QWEN3_4B, _DP8, 1, 8, fp8=True),
+    *(RefitMapping(QWEN3_4B, train, 4, 2, fp8=True) for train in (_DP8, _TP2DP4, _PP2DP4, _PP4DP2)),
     # Without expert parallelism, 128 divides the experts' 768 rows only in halves.
     *(RefitMapping(QWEN3_30B, train, 2, 8, fp8=True) for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2, _EP8DP2)),
     *LARGEST,

@@ -82,83 +82,47 @@ def config_of(policy: dict[str, Any]) -> Config:
 
 QWEN3: dict[str, Json] = {"model_type": "qwen3", **SIZES}
 LFM2: dict[str, Json] = {**QWEN3, "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
-    "unknown": ({}, {"model_type": "bert2"}, "transformers does not know model_type 'bert2'"),
-    "remote code": (
-        {},
-        {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
-        r"its code in its directory; if you trust it, set policy\.fsdp_cfg\.trust_remote_code=true",
-    ),
-    "no language model": ({}, {"model_type": "vit"}, "no class of 'vit' with a causal language model's head"),
-    "heads": ({"fsdp_cfg": {"tensor_parallel_size": 3}}, QWEN3, "num_attention_heads = 4, which .* 3 does not divide"),
-    "heads of a model with images": (
-        {"fsdp_cfg": {"tensor_parallel_size": 3}},
-        {"model_type": "qwen2_5_vl", "text_config": {**SIZES, "model_type": "qwen2_5_vl_text"}},
-        "num_attention_heads = 4, which .* 3 does not divide",
-    ),
-    "heads of windows": (
-        {"fsdp_cfg": {"tensor_parallel_size": 2}},
-        {**QWEN3, "model_type": "mimo_v2_flash", "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1},
-        "swa_num_key_value_heads = 1, which .* 2 does not divide",
-    ),
-    "heads of rows": (
-        {"fsdp_cfg": {"context_parallel_size": 3}},
-        QWEN3,
-        "context_parallel_size is 3, over which 4 attention heads with 2 key/value heads .* cannot be split",
-    ),
-    "rows of a state": ({"fsdp_cfg": {"context_parallel_size": 2}}, LFM2, "layers of type conv, which need whole rows; set"),
-    "own attention": (
-        {"fsdp_cfg": {"context_parallel_size": 2}},
-        {"model_type": "bloom", "n_layer": 1, "n_head": 2, "hidden_size": 64, "vocab_size": 200},
-        "BloomForCausalLM computes attention itself",
-    ),
-    "no plan": (
-        {"fsdp_cfg": {"tensor_parallel_size": 2}},
-        {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 200},
-        "GPT2LMHeadModel has no tensor-parallel plan",
-    ),
-    "no experts": (
-        {"fsdp_cfg": {"data_parallel_size": 2, "expert_parallel_size": 2}},
-        QWEN3,
-        "expert_parallel_size is 2, but Qwen3ForCausalLM has no expert-parallel plan in transformers; set it to 1",
-    ),
-    "attention": (
-        {"fsdp_cfg": {"attn_implementation": "flash_attention_3"}},
-        QWEN3,
-        "attn_implementation is flash_attention_3, which Qwen3ForCausalLM cannot use here: ImportError.* Choose another",
-    ),
-    "no optimizer package": (
-        {"optimizer": {"name": "torchbo.optim:AdamW8bit"}},
-        QWEN3,
-        "policy.optimizer.name: there is no module 'torchbo'",
-    ),
-    "optimizer arguments": (
-        {"optimizer": {"args": {"beta": 1.0}}},
-        QWEN3,
-        "policy.optimizer.args has beta, which torch.optim:AdamW does not take; expected some of: .*betas",
-    ),
-    "no vision tower": (
-        {"fsdp_cfg": {"freeze_vision_tower": True}},
-        QWEN3,
-        "freeze_vision_tower is true, but Qwen3ForCausalLM has no vision tower; set it to false",
-    ),
-    "packed": ({"sequence_packing": {"enabled": True}}, LFM2, "see each other in the model, which has layers of type conv"),
-    "packed masks": (
-        {"sequence_packing": {"enabled": True}},
-        {"model_type": "gpt_oss", **SIZES, "num_local_experts": 4},
-        r"which has masks that are not made from positions \(attn_implementation eager\); set it to false",
-    ),
-    "megatron_cfg": (
+TP2, TP3, CP2, CP3 = ({"fsdp_cfg": {f"{kind}_parallel_size": size}} for kind in ("tensor", "context") for size in (2, 3))
+PACKED = {"sequence_packing": {"enabled": True}}
+OWN = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
+IMAGES = {"model_type": "qwen2_5_vl", "text_config": {**SIZES, "model_type": "qwen2_5_vl_text"}}
+WINDOWS = {**QWEN3, "model_type": "mimo_v2_flash", "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1}
+BLOOM = {"model_type": "bloom", "n_layer": 1, "n_head": 2, "hidden_size": 64, "vocab_size": 200}
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 200}
+GPT_OSS = {"model_type": "gpt_oss", **SIZES, "num_local_experts": 4}
+HEADS_OF_ROWS = "context_parallel_size is 3, over which 4 attention heads with 2 key/value heads .* cannot be split"
+NO_FLASH = "attn_implementation is flash_attention_3, which Qwen3ForCausalLM cannot use here: ImportError.* Choose another"
+NO_EXPERTS = "expert_parallel_size is 2, but Qwen3ForCausalLM has no expert-parallel plan in transformers; set it to 1"
+NO_TOWER = "freeze_vision_tower is true, but Qwen3ForCausalLM has no vision tower; set it to false"
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"model_type": "bert2"}, "transformers does not know model_type 'bert2'"),
+    ({}, OWN, r"its code in its directory; if you trust it, set policy\.fsdp_cfg\.trust_remote_code=true"),
+    ({}, {"model_type": "vit"}, "no class of 'vit' with a causal language model's head"),
+    (TP3, QWEN3, "num_attention_heads = 4, which .* 3 does not divide"),
+    (TP3, IMAGES, "num_attention_heads = 4, which .* 3 does not divide"),
+    (TP2, WINDOWS, "swa_num_key_value_heads = 1, which .* 2 does not divide"),
+    (CP3, QWEN3, HEADS_OF_ROWS),
+    (CP2, LFM2, "layers of type conv, which need whole rows; set"),
+    (CP2, BLOOM, "BloomForCausalLM computes attention itself"),
+    (TP2, GPT2, "GPT2LMHeadModel has no tensor-parallel plan"),
+    ({"fsdp_cfg": {"data_parallel_size": 2, "expert_parallel_size": 2}}, QWEN3, NO_EXPERTS),
+    ({"fsdp_cfg": {"attn_implementation": "flash_attention_3"}}, QWEN3, NO_FLASH),
+    ({"optimizer": {"name": "torchbo.optim:AdamW8bit"}}, QWEN3, "policy.optimizer.name: there is no module 'torchbo'"),
+    ({"optimizer": {"args": {"beta": 1}}}, QWEN3, "args has beta, which torch.optim:AdamW does not take; .*: .*betas"),
+    ({"fsdp_cfg": {"freeze_vision_tower": True}}, QWEN3, NO_TOWER),
+    (PACKED, LFM2, "see each other in the model, which has layers of type conv"),
+    (PACKED, GPT_OSS, r"which has masks that are not made from positions \(attn_implementation eager\); set it to false"),
+    (
         {"megatron_cfg": {"tensor_model_parallel_size": 2}},
         QWEN3,
         "policy.megatron_cfg has tensor_model_parallel_size, which policy.backend fsdp does not read",
     ),
-    "replicas": (
+    (
         {"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}},
         QWEN3,
         "data_parallel_replicas is 3, which does not divide data_parallel_size 2",
     ),
-}
+]
 
 
 def test_exchanges_are_not_compiled_on_gpus() -> None:
@@ -169,9 +133,8 @@ def test_exchanges_are_not_compiled_on_gpus() -> None:
         FsdpWorker.check(config.with_keys({"cluster.gpus_per_worker": 1.0}), QWEN3)
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_error_before_workers_start(case: str) -> None:
-    policy, hf_config, message = BAD[case]
+@pytest.mark.parametrize(("policy", "hf_config", "message"), BAD)
+def test_bad_input_is_one_error_before_the_start(policy: dict[str, Any], hf_config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FsdpWorker.check(config_of(policy), hf_config)
 
@@ -286,15 +249,15 @@ def test_the_code_of_a_models_directory_runs_if_it_is_trusted(tmp_path: Path, mo
     assert computed(hf_config) == computed(dict(hf_config)) != computed(hf_config | {"num_hidden_layers": 3})
 
 
-class Attentions(TorchDispatchMode):
-    """Counts the forward passes of attention."""
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -308,10 +271,10 @@ def test_recomputation_changes_no_gradient(kind: Any, attentions: int, monkeypat
     for layer in model.model.layers:
         before = prepare_layer(layer, FsdpConfig(activation_checkpointing=kind), before, compiles=False)
     tokens = torch.randint(0, 200, (2, 9))
-    with Attentions() as calls:
+    with Operators() as operators:
         model(input_ids=tokens, use_cache=False).logits.square().mean().backward()
     plain(input_ids=tokens, use_cache=False).logits.square().mean().backward()
-    assert calls.count == attentions
+    assert operators.names.count("_scaled_dot_product_flash_attention_for_cpu") == attentions
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
@@ -331,13 +294,9 @@ class Tied(nn.Module):
         return hidden
 
 
-@pytest.fixture
-def model() -> Tied:
+def test_passes_are_those_of_half_precision_and_gradients_add_up_in_float32() -> None:
     torch.manual_seed(0)
-    return Tied()
-
-
-def test_passes_are_those_of_half_precision_and_gradients_add_up_in_float32(model: Tied) -> None:
+    model = Tied()
     plain = copy.deepcopy(model).bfloat16()
     before = {name: (id(one), one.dtype) for name, one in model.named_parameters()}
     copies = ComputeCopies(model, torch.bfloat16)
@@ -362,7 +321,8 @@ def test_passes_are_those_of_half_precision_and_gradients_add_up_in_float32(mode
             torch.testing.assert_close(one.grad, sums[name], atol=0, rtol=0)
 
 
-def test_copies_have_memory_and_the_latest_values_only_while_gathered(model: Tied) -> None:
+def test_copies_have_memory_and_the_latest_values_only_while_gathered() -> None:
+    model = Tied()
     copies = ComputeCopies(model, torch.bfloat16)
     for value in (1.0, 2.0):
         with torch.no_grad():
@@ -375,12 +335,8 @@ def test_copies_have_memory_and_the_latest_values_only_while_gathered(model: Tie
         assert gathered.untyped_storage().nbytes() == 0 and model.inner.weight.dtype is torch.float32
 
 
-pytest.importorskip("transformers")
-
-EXPERT_SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"num_key_value_heads": 1, "head_dim": 16},
-}
+EXPERT_SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+EXPERT_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 3},  # transposed weights, biases
@@ -389,18 +345,6 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "moe_latent_size": None},
     },
 }
-
-
-class Operators(TorchDispatchMode):
-    """Counts the calls of operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def experts_of(kind: str, dtype: torch.dtype) -> Any:

@@ -18,21 +18,11 @@ from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 from dagrl.workers.train import hf_export, hf_load
+from tests.families import FAMILIES
 
 LAYERS, FILES = 8, 6
-MODEL: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-}
+MODEL: dict[str, Any] = {**FAMILIES["qwen3_moe"], "num_hidden_layers": LAYERS, "mlp_only_layers": []}
+MODEL |= {"num_experts": 8, "moe_intermediate_size": 96}
 
 
 class CountingReader:
@@ -198,8 +188,8 @@ def test_an_export_holds_no_more_than_a_file(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 32}, r"embed_tokens.weight' has shape \[300, 64\], expected \[300, 32\]"),
-        ({"vocab_size": 299}, r"embed_tokens.weight' has shape \[300, 64\], expected \[299, 64\]"),
+        ({"hidden_size": 64}, r"embed_tokens.weight' has shape \[300, 32\], expected \[300, 64\]"),
+        ({"vocab_size": 299}, r"embed_tokens.weight' has shape \[300, 32\], expected \[299, 32\]"),
         ({"num_hidden_layers": LAYERS - 1}, r"parameters that config.json does not define, such as 'model.layers.7"),
         ({"num_experts": 4}, r"does not define, such as 'model.layers.0.mlp.experts.4"),
         ({"num_hidden_layers": LAYERS + 1}, r"no parameter 'model.layers.8"),

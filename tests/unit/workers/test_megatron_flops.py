@@ -23,15 +23,8 @@ from dagrl.telemetry.metrics import (
 from dagrl.workers.megatron.architecture import PASSES, read_architecture, sequence_flops, step_tflop, token_flops
 from dagrl.workers.train.throughput import peak_tflops, throughput_metrics
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
 GLM |= {"moe_intermediate_size": 24, "partial_rotary_factor": 0.5}

@@ -24,6 +24,7 @@ from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_sha
 from dagrl.workers.train.checkpoint import Piece, Saving, disk_error, load, range_boxes, save, whole
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
+from tests.families import FAMILIES
 from tests.unit.run.saving import full_disk
 from tests.unit.workers.test_hf_streaming import local_tensors
 from tests.unit.workers.test_megatron_architecture import QWEN3 as LOADED
@@ -99,17 +100,7 @@ def test_a_full_disk_is_the_reason_of_a_failed_save(group: dist.ProcessGroup, tm
     assert str(disk_error(ValueError("mine"))) == "mine"
 
 
-MODEL: dict[str, Json] = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 20,
-    "tie_word_embeddings": True,
-}
+MODEL: dict[str, Json] = FAMILIES["qwen3"]
 CRITIC = with_scalar_head(MODEL)
 
 
@@ -117,7 +108,7 @@ def write(directory: Path, *, head: bool, of: dict[str, Json] = MODEL) -> dict[s
     """Writes a language model's checkpoint, with the head of one of `ForSequenceClassification`."""
     weights = {name: torch.randn(shape) for name, shape in parameter_shapes(of).items()}
     if head:
-        weights[SCORE] = torch.randn(1, 16)
+        weights[SCORE] = torch.randn(1, 32)
     save_file(weights, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(of))
     return weights
@@ -153,39 +144,26 @@ def test_another_head_is_an_error(tmp_path: Path) -> None:
     weights = write(tmp_path, head=True)
     with pytest.raises(CheckpointError, match=r"'score\.weight'"):
         check_hf(tmp_path, parameter_shapes(MODEL))  # a policy is not read from a critic
-    save_file({**weights, SCORE: torch.randn(2, 16)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'score.weight' has shape \[2, 16\], expected \[1, 16\]"):
+    save_file({**weights, SCORE: torch.randn(2, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'score.weight' has shape \[2, 32\], expected \[1, 32\]"):
         check_hf(tmp_path, parameter_shapes(CRITIC))
 
 
 def test_a_critic_computes_no_logits() -> None:
     critic, policy = read_architecture(CRITIC), read_architecture(MODEL)
     assert critic.scalar and not critic.tied and policy.tied
-    assert token_flops(policy) - token_flops(critic) == 2 * 16 * (20 - 1)
+    assert token_flops(policy) - token_flops(critic) == 2 * 32 * (300 - 1)
     assert critic.computed != policy.computed
 
 
-QWEN3: dict[str, Any] = {
-    **LOADED,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "eos_token_id": 3,
-    "transformers_version": "4.51.0",
-    "torch_dtype": "float32",
-}
-UPGRADED = {key: value for key, value in QWEN3.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
-UPGRADED |= {
-    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-    "dtype": "float32",
-    "transformers_version": "5.0.0",
-    "layer_types": ["full_attention"] * 4,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "head_dim": 128,
-}
+QWEN3: dict[str, Any] = {**LOADED, "rope_theta": 1000000, "rope_scaling": None, "eos_token_id": 3}
+QWEN3 |= {"transformers_version": "4.51.0", "torch_dtype": "float32"}
+ROPE = {"rope_theta": 1e6, "rope_type": "default"}
+UPGRADED = {**LOADED, "rope_parameters": ROPE, "eos_token_id": 3, "dtype": "float32", "transformers_version": "5.0.0"}
+UPGRADED |= {"layer_types": ["full_attention"] * 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 SCALED = {**QWEN3, "rope_scaling": {"type": "llama3", **LLAMA3}}
-RESCALED = {**UPGRADED, "rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **LLAMA3}}
+RESCALED = {**UPGRADED, "rope_parameters": {**ROPE, "rope_type": "llama3", **LLAMA3}}
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FORMAT = MegatronBackend.checkpoint_format
