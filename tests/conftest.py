@@ -13,7 +13,7 @@ from dagrl.config import ClusterConfig
 from dagrl.run.cluster import ray_cluster
 
 SHARED = {
-    "Megatron workers": ("megatron_", "fsdp_"),
+    "train workers": ("train_", "megatron_", "fsdp_"),
     "vLLM engines": ("vllm_",),
     "learned run": ("main_job", "stop", "own_worker"),
 }

@@ -32,10 +32,11 @@ ROWS = (
 )
 """The oldest and the newest. vLLM's builds for CPUs need one release of torch each."""
 
+LAYOUTS = "tests/integration/test_train_layouts.py"
 PARTS: Mapping[str, tuple[str, ...]] = {
     "runtime": ("tests/unit/runtime", "tests/integration/runtime"),
-    "Megatron": ("tests/integration/test_megatron_layouts.py", "tests/integration/test_megatron_experts.py"),
-    "FSDP": ("tests/integration/test_fsdp_layouts.py", "tests/unit/workers/test_fsdp_model.py"),
+    "Megatron": (LAYOUTS, "tests/integration/test_megatron_experts.py", "-k", "megatron"),
+    "FSDP": (LAYOUTS, "tests/unit/workers/test_fsdp_model.py", "-k", "not megatron"),
     "vLLM": ("tests/integration/test_vllm_generate.py", "tests/integration/test_vllm_refit.py"),
 }
 SHORT = ("sft.max_num_steps=4", "grpo.max_num_steps=2", "sft.max_val_samples=32", "grpo.max_val_samples=32")

@@ -13,18 +13,18 @@ from dagrl.bench.gpu.jobs import TESTS_FOR_TWO
 from dagrl.workers.megatron.cpu import import_engine
 
 if TYPE_CHECKING:
-    from tests.integration.megatron_pool import MegatronPool
+    from tests.integration.train_pool import WorkerPool
 
 if torch.cuda.is_available():
     import_engine()
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[MegatronPool]:
+def pool(models: dict[str, Path]) -> Iterator[WorkerPool]:
     """Processes for train workers, one a GPU, at most eight."""
-    from tests.integration.megatron_pool import MegatronPool
+    from tests.integration.train_pool import WorkerPool
 
-    pool = MegatronPool(min(torch.cuda.device_count(), 8))
+    pool = WorkerPool(min(torch.cuda.device_count(), 8), models)
     yield pool
     pool.close()
 

@@ -14,65 +14,73 @@ from dagrl.workers.fsdp import copies
 from dagrl.workers.fsdp.model import prepare_layer
 from tests.gpu import needs_gpus
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_gradients, plain_run, run_case
-from tests.integration.test_megatron_layouts import UNCLIPPED, group_batch, logprobs, run_group, train
-from tests.integration.test_megatron_lora import ALPHA, Peft, learn
+from tests.integration.test_train_adapters import EXPERTS, Peft, adapters_of
+from tests.integration.train_cases import (
+    Case,
+    fsdp,
+    group_batch,
+    logprobs,
+    plain_group,
+    plain_torch,
+    run_case,
+    run_group,
+    shared_prefix,
+    train,
+)
+from tests.integration.train_pool import WorkerPool
 from tests.unit.workers.test_fsdp_model import tiny
 
 CASES = [
-    Case("qwen3"),
-    Case("gemma3", packed=True),
-    Case("phi", packed=True),
-    Case("qwen3", {}, {"activation_checkpointing": "offloaded"}, packed=True),
-    Case("qwen3", {}, {"activation_checkpointing": "selective"}),
-    Case("qwen3", {}, {"cpu_offload": True}),
-    Case("qwen3_moe", packed=True),
-    pytest.param(Case("gemma3", {DP: 2}, packed=True), marks=needs_gpus(2)),
-    pytest.param(Case("qwen3", {DP: 2, REPLICAS: 2}), marks=needs_gpus(2)),
-    pytest.param(Case("qwen3_tied", {TP: 2}, packed=True), marks=needs_gpus(2)),
-    pytest.param(Case("gemma3", {CP: 2}, packed=True), marks=needs_gpus(2)),
-    pytest.param(Case("qwen3", {CP: 2}, packed=True), marks=needs_gpus(2)),
-    pytest.param(Case("qwen3_moe", {DP: 2, EP: 2}, packed=True), marks=needs_gpus(2)),
-    pytest.param(Case("qwen3", {DP: 2}, {"cpu_offload": True}), marks=needs_gpus(2)),
-    pytest.param(Case("gemma3", {DP: 4, REPLICAS: 2}, packed=True), marks=needs_gpus(4)),
-    pytest.param(Case("qwen3", {DP: 2, TP: 2}, packed=True), marks=needs_gpus(4)),
-    pytest.param(Case("qwen3", {CP: 4}, packed=True), marks=needs_gpus(4)),
-    pytest.param(Case("qwen3_moe", {DP: 2, CP: 2, EP: 4}, packed=True), marks=needs_gpus(4)),
-    pytest.param(Case("qwen3_tied", {DP: 2, TP: 2, CP: 2}, packed=True), marks=needs_gpus(8)),
-    pytest.param(Case("qwen3_many_experts", {DP: 8, EP: 8}, packed=True), marks=needs_gpus(8)),
+    fsdp("qwen3"),
+    fsdp("gemma3", packed=True),
+    fsdp("phi", packed=True),
+    fsdp("qwen3", section={"activation_checkpointing": "offloaded"}, packed=True),
+    fsdp("qwen3", section={"activation_checkpointing": "selective"}),
+    fsdp("qwen3", section={"cpu_offload": True}),
+    fsdp("qwen3_moe", packed=True),
+    pytest.param(fsdp("gemma3", dp=2, packed=True), marks=needs_gpus(2)),
+    pytest.param(fsdp("qwen3", dp=2, replicas=2), marks=needs_gpus(2)),
+    pytest.param(fsdp("qwen3_tied", tp=2, packed=True), marks=needs_gpus(2)),
+    pytest.param(fsdp("gemma3", cp=2, packed=True), marks=needs_gpus(2)),
+    pytest.param(fsdp("qwen3", cp=2, packed=True), marks=needs_gpus(2)),
+    pytest.param(fsdp("qwen3_moe", dp=2, ep=2, packed=True), marks=needs_gpus(2)),
+    pytest.param(fsdp("qwen3", dp=2, section={"cpu_offload": True}), marks=needs_gpus(2)),
+    pytest.param(fsdp("gemma3", dp=4, replicas=2, packed=True), marks=needs_gpus(4)),
+    pytest.param(fsdp("qwen3", dp=2, tp=2, packed=True), marks=needs_gpus(4)),
+    pytest.param(fsdp("qwen3", cp=4, packed=True), marks=needs_gpus(4)),
+    pytest.param(fsdp("qwen3_moe", dp=2, cp=2, ep=4, packed=True), marks=needs_gpus(4)),
+    pytest.param(fsdp("qwen3_tied", dp=2, tp=2, cp=2, packed=True), marks=needs_gpus(8)),
+    pytest.param(fsdp("qwen3_many_experts", dp=8, ep=8, packed=True), marks=needs_gpus(8)),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_float32_is_close_to_the_cpu(case: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
-    model = models[case.model]
-    reference.assert_near_float32(replace(run_case(pool, case, model), gradients={}), plain_run(model))
+def check_bfloat16(pool: WorkerPool, case: Case) -> None:
+    found = replace(run_case(pool, case, precision="bfloat16"), gradients={})
+    assert not reference.beyond_bfloat16(found, plain_torch(pool.models[case.model]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
-    model = models[case.model]
-    found = replace(run_case(pool, case, model, precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(model))
+def test_float32_is_close_to_the_cpu(case: Case, pool: WorkerPool) -> None:
+    reference.assert_near_float32(replace(run_case(pool, case), gradients={}), plain_torch(pool.models[case.model]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bfloat16_is_close_to_float32(case: Case, pool: WorkerPool) -> None:
+    check_bfloat16(pool, case)
 
 
 @pytest.mark.parametrize(("precision", "difference"), [("float32", 1e-4), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("layout", [{}, pytest.param({DP: 2}, marks=needs_gpus(2))], ids=str)
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=needs_gpus(2))])
 def test_adapters_of_experts_are_close_to_peft(
-    layout: dict[str, int], precision: str, difference: float, pool: MegatronPool, models: dict[str, Path], tmp_path: Path
+    dp: int, precision: str, difference: float, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    targets, experts = ("q_proj",), ("experts.gate_up_proj", "experts.down_proj")
-    model, batch = models["qwen3_moe"], reference.make_batch()
-    peft = Peft(model, tmp_path, targets, experts, dim=8)  # grouped products in bfloat16 take multiples of 8
-    settings = {"enabled": True, "dim": 8, "alpha": ALPHA, "target_modules": targets, "target_parameters": experts}
-    adapters, case = {**settings, "adapter_path": str(peft.directory)}, Case("qwen3_moe", layout, packed=True)
-    config = case.config(model, optimizer=UNCLIPPED, precision=precision, peft=adapters)
-    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    case, targets, batch = fsdp("qwen3_moe", packed=True, dp=dp), ("q_proj",), reference.make_batch()
+    model = pool.models[case.model]
+    peft = Peft(model, tmp_path, targets, EXPERTS, dim=8)  # grouped products in bfloat16 take multiples of 8
+    keys = {**adapters_of(peft.directory, targets, dim=8, target_parameters=EXPERTS), "precision": precision}
+    with case.group(pool, **keys) as group:
         losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
-    expected, _ = learn(
-        peft.parameters(), lambda: reference.sft_reference(reference.hf_logprobs(peft.model, batch)[0], batch), config
-    )
+    expected, _ = peft.learn(batch, case.config(model, **keys))
     np.testing.assert_allclose(losses, expected, atol=difference)
 
 
@@ -81,52 +89,41 @@ ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_atte
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, models: dict[str, Path]) -> None:
+def test_packed_rows_are_apart(name: str, attention: str, pool: WorkerPool) -> None:
     """With windows shorter than the sequences for Gemma 3. Workers refuse rows whose sequences see each other."""
     packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     if attention in packages and importlib.util.find_spec(packages[attention]) is None:
         pytest.skip(f"{packages[attention]} is not installed")
-    case = Case(name, {}, {"attn_implementation": attention}, packed=True)
-    found = replace(run_case(pool, case, models[name], precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(models[name]))
+    check_bfloat16(pool, fsdp(name, section={"attn_implementation": attention}, packed=True))
 
 
 SHARED = [
-    Case("qwen3"),
-    Case("qwen3", {}, {"torch_compile": True, "activation_checkpointing": "selective"}),
-    Case("gemma3", {}, {"torch_compile": True}),  # windows
-    Case("gemma3", {}, {"attn_implementation": "sdpa"}),
-    Case("qwen3_moe", {}, {"activation_checkpointing": "full"}),
-    pytest.param(Case("qwen3", {TP: 2}, {"torch_compile": True}), marks=needs_gpus(2)),
+    fsdp("qwen3"),
+    fsdp("qwen3", section={"torch_compile": True, "activation_checkpointing": "selective"}),
+    fsdp("gemma3", section={"torch_compile": True}),  # windows
+    fsdp("gemma3", section={"attn_implementation": "sdpa"}),
+    fsdp("qwen3_moe", section={"activation_checkpointing": "full"}),
+    pytest.param(fsdp("qwen3", section={"torch_compile": True}, tp=2), marks=needs_gpus(2)),
 ]
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(
-    case: Case, pool: MegatronPool, models: dict[str, Path]
-) -> None:
-    batch, model, found = group_batch(), models[case.model], dict[bool, tuple[float, float]]()
-    config = case.config(model, optimizer=UNCLIPPED)
-    truth = reference.train_reference(model, batch, config, reference.sft_reference, steps=1)
-    gradients = plain_gradients(model, groups=True)
-    inside = np.arange(batch.tokens) < batch["lengths"][:, None]
+def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(case: Case, pool: WorkerPool) -> None:
+    truth, found = plain_group(pool.models[case.model]), dict[bool, tuple[float, float]]()
     for shared in (False, True):
-        packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": shared}
-        config = case.config(model, precision="bfloat16", optimizer=UNCLIPPED, sequence_packing=packing)
-        with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
-            run = run_group(group, batch)
-        assert (run["saved"] > 0.1) == shared
-        off = float(np.abs(run["logprobs"] - truth.logprobs * inside).mean())
-        found[shared] = reference.gradient_error(run["gradients"], gradients), off
+        with case.group(pool, precision="bfloat16", **shared_prefix(shared)) as group:
+            run, saved = run_group(group, group_batch())
+        assert (saved > 0.1) == shared
+        off = float(np.abs(run.logprobs - truth.logprobs).mean())
+        found[shared] = reference.gradient_error(run.gradients, truth.gradients), off
     assert found[False][0] < 0.05, found
     assert found[True][0] < 1.2 * found[False][0] + 1e-3 and found[True][1] < 1.2 * found[False][1] + 1e-3, found
 
 
 @pytest.mark.parametrize("recomputes", ["none", "full", "selective", "offloaded"])
-def test_layers_compile(recomputes: str, pool: MegatronPool, models: dict[str, Path]) -> None:
-    case = Case("qwen3", {}, {"torch_compile": True, "activation_checkpointing": recomputes}, packed=recomputes != "none")
-    found = replace(run_case(pool, case, models["qwen3"], precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(models["qwen3"]))
+def test_layers_compile(recomputes: str, pool: WorkerPool) -> None:
+    section = {"torch_compile": True, "activation_checkpointing": recomputes}
+    check_bfloat16(pool, fsdp("qwen3", section=section, packed=recomputes != "none"))
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -144,12 +141,11 @@ def test_saved_tensors_return_from_the_host(compiles: bool, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_state_moves_and_returns(where: str, pool: MegatronPool, models: dict[str, Path]) -> None:
+def test_state_moves_and_returns(where: str, pool: WorkerPool) -> None:
     """Weights, optimizer and reference policy are bit-equal after a move to the host and back."""
     parts: Any = ("weights", "gradients", "optimizer")
-    case, batch = Case("gemma3", packed=True), reference.make_batch()
-    config = case.config(models["gemma3"], precision="bfloat16", reference_weights=where)
-    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+    case, batch = fsdp("gemma3", packed=True), reference.make_batch()
+    with case.group(pool, precision="bfloat16", reference_weights=where) as group:
         group.call("snapshot_reference")
         train(group, batch)
         weights = reference.assemble(group.call("weights"))

@@ -1,16 +1,17 @@
 """On one GPU: grouped experts in BF16 against sequential experts in float32, for a layer and whole steps."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker
-from tests.integration.test_megatron_experts import WAYS, step_of
-from tests.integration.test_megatron_layouts import plain_torch
+from tests.integration.test_megatron_experts import assert_joined
+from tests.integration.train_cases import UNCLIPPED, WAYS, plain_torch
+from tests.integration.train_workers import TestedMegatronWorker, gradients_alone
 from tests.single_worker import single_worker
 from tests.unit.workers.test_megatron_experts import dispatched, inputs_of, looped, make_experts, relative, routed, run
 
@@ -78,7 +79,7 @@ def test_sorted_rows_and_their_sums_match_a_loop(tokens: int, experts: int, chos
 def test_no_layer_waits_for_the_device(models: dict[str, Path]) -> None:
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch has a grouped kernel for Hopper and Blackwell; elsewhere it goes from expert to expert")
-    with single_worker(reference.make_config(models["qwen3_moe"], precision="bfloat16"), TestedWorker) as made:
+    with single_worker(reference.make_config(models["qwen3_moe"], precision="bfloat16"), TestedMegatronWorker) as made:
         layer = made.megatron().trainer.model.chunks[0].decoder.layers[0].mlp
         hidden = torch.randn(32, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         upper = torch.randn_like(hidden)
@@ -88,6 +89,17 @@ def test_no_layer_waits_for_the_device(models: dict[str, Path]) -> None:
             layer(hidden)[0].backward(upper)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[dict[str, Any], float, float]:
+    """Returns gradients by the names of checkpoints, loss and gradient norm of a step. `experts`: the kind of its layers."""
+    config = reference.make_config(model, precision=precision, optimizer=UNCLIPPED, **policy)
+    with single_worker(config, TestedMegatronWorker) as made:
+        assert {type(module) for module in made.modules(torch.nn.Module) if hasattr(module, "local_experts")} == {experts}
+        with gradients_alone():
+            figures = merge_step_metrics([made.train_step(reference.make_batch(), "likelihood")]).flat()
+        assert_joined(made)
+        return reference.assemble([made.gradients()]), figures["loss"], figures["grad_norm"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,59 +7,53 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.worker import ReplayContext, _current
+from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.gpu import needs_gpus
 from tests.gpu.test_megatron_nccl import check_abort
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool
-from tests.integration.megatron_worker import TestedWorker
-from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, configuration, plain_torch, run_case, train
+from tests.integration.train_cases import UNCLIPPED, Case, megatron, plain_torch, run_case, train
+from tests.integration.train_pool import WorkerPool
+from tests.integration.train_workers import TestedMegatronWorker
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 GRAPHS = {"cuda_graphs": True}
 
 
-def recorded(item: Case) -> Case:
-    item.megatron.update(GRAPHS)
-    return item
+def recorded(model: str, **keys: Any) -> Case:
+    return megatron(model, section=GRAPHS, **keys)
 
 
-ONE = [recorded(case("qwen3", "single")), recorded(case("qwen3_tied", "single"))]
+ONE = [recorded("qwen3"), recorded("qwen3_tied")]
 TWO = [
-    recorded(case("qwen3_tied", "tp2", tp=2)),
-    recorded(case("qwen3", "tp2-sp", sequence_parallel=True, tp=2)),
-    recorded(case("qwen3", "dp2-sharded", sharded=True, dp=2)),
+    recorded("qwen3_tied", tp=2),
+    recorded("qwen3", sequence_parallel=True, tp=2),
+    recorded("qwen3", sharded=True, dp=2),
 ]
-HALF = [
-    recorded(case("qwen3", "packed", packed=True)),
-    recorded(case("qwen3_moe", "single")),
-    recorded(case("qwen3_moe", "packed", packed=True)),
-]
+HALF = [recorded("qwen3", packed=True), recorded("qwen3_moe"), recorded("qwen3_moe", packed=True)]
 HALF_ON_TWO = [
-    recorded(case("qwen3", "cp2", cp=2)),
-    recorded(case("qwen3", "cp2-packed", packed=True, cp=2)),
-    recorded(case("qwen3", "tp2-sp-packed", sequence_parallel=True, packed=True, tp=2)),
+    recorded("qwen3", cp=2),
+    recorded("qwen3", packed=True, cp=2),
+    recorded("qwen3", sequence_parallel=True, packed=True, tp=2),
 ]
 
 
-def on_two(items: list[Case]) -> list[Any]:
-    return [pytest.param(item, marks=needs_gpus(2)) for item in items]
+def on_two(cases: list[Case]) -> list[Any]:
+    return [pytest.param(case, marks=needs_gpus(2)) for case in cases]
 
 
-@pytest.mark.parametrize("item", [*ONE, *on_two(TWO)], ids=lambda item: item.name)
-def test_three_steps_match_plain_torch(item: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("case", [*ONE, *on_two(TWO)], ids=str)
+def test_three_steps_match_plain_torch(case: Case, pool: WorkerPool) -> None:
     """The first pass of a shape is not recorded; the three steps' passes are."""
-    reference.assert_near_float32(run_case(pool, item, models[item.model]), plain_torch(models[item.model]))
+    reference.assert_near_float32(run_case(pool, case), plain_torch(pool.models[case.model]))
 
 
-@pytest.mark.parametrize("item", [*ONE, *HALF, *on_two([*TWO, *HALF_ON_TWO])], ids=lambda item: item.name)
-def test_bfloat16_is_close_to_float32(item: Case, pool: MegatronPool, models: dict[str, Path]) -> None:
-    found = run_case(pool, item, models[item.model], precision="bfloat16")
-    assert not reference.beyond_bfloat16(found, plain_torch(models[item.model]))
+@pytest.mark.parametrize("case", [*ONE, *HALF, *on_two([*TWO, *HALF_ON_TWO])], ids=str)
+def test_bfloat16_is_close_to_float32(case: Case, pool: WorkerPool) -> None:
+    found = run_case(pool, case, precision="bfloat16")
+    assert not reference.beyond_bfloat16(found, plain_torch(pool.models[case.model]))
 
 
 def lengths_batch(lengths: list[int], seed: int) -> Batch:
@@ -88,7 +82,7 @@ def test_replays_take_packed_sequences_of_any_number_and_length(models: dict[str
             models["qwen3"], precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED, **PACKED
         )
         results = found[graphs] = []
-        with single_worker(config, TestedWorker) as made:
+        with single_worker(config, TestedMegatronWorker) as made:
             for number, lengths in enumerate(BATCHES * 3):
                 batch = lengths_batch(lengths, number % len(BATCHES))
                 rows = made.logprobs(batch)
@@ -112,7 +106,7 @@ def test_replays_count_tokens_of_experts(name: str, models: dict[str, Path]) -> 
         megatron = {"cuda_graphs": graphs, "moe_aux_loss_coeff": 1e-2}
         config = reference.make_config(models[name], precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED)
         found[graphs] = []
-        with single_worker(config, TestedWorker) as made:
+        with single_worker(config, TestedMegatronWorker) as made:
             for seed in range(6):
                 batch = lengths_batch([22, 5, 17, 3, 21, 9, 4, 13][: 8 - seed % 2], seed % 2)
                 metrics = merge_step_metrics([made.train_step(batch.with_scalars(lr=0.0), "policy")]).flat()
@@ -129,14 +123,11 @@ def test_replays_count_tokens_of_experts(name: str, models: dict[str, Path]) -> 
 def test_a_warm_up_records_and_changes_nothing(models: dict[str, Path]) -> None:
     config = reference.make_config(models["qwen3"], precision="bfloat16", megatron_cfg=dict(GRAPHS))
     batch = reference.make_batch()
-    with single_worker(config, TestedWorker) as made:
+    with single_worker(config, TestedMegatronWorker) as made:
         before = made.state()
-        token = _current.set(ReplayContext("test", 0, True))
-        try:
+        with replay_context(ReplayContext("test", 0, True)):
             made.logprobs(batch)
             made.train_step(batch, "likelihood")
-        finally:
-            _current.reset(token)
         after = made.state()
         recordings = made.recordings()
         made.logprobs(batch)
@@ -151,7 +142,7 @@ def test_a_warm_up_records_and_changes_nothing(models: dict[str, Path]) -> None:
 def test_replays_follow_swapped_and_offloaded_weights(where: str, models: dict[str, Path]) -> None:
     config = reference.make_config(models["qwen3"], precision="bfloat16", reference_weights=where, megatron_cfg=dict(GRAPHS))
     batch = reference.make_batch()
-    with single_worker(config, TestedWorker) as made:
+    with single_worker(config, TestedMegatronWorker) as made:
         first = made.own_logprobs(batch)
         made.snapshot_reference()
         for _ in range(3):
@@ -173,15 +164,14 @@ def test_replays_follow_swapped_and_offloaded_weights(where: str, models: dict[s
 
 
 @needs_gpus(2)
-def test_an_abort_ends_a_replayed_collective_without_peers(pool: MegatronPool, models: dict[str, Path]) -> None:
-    item = recorded(case("qwen3", "tp2", tp=2))
-    batch, config = reference.make_batch(), configuration(item, models["qwen3"])
-    with pool.group(ParallelLayout(tp=2), config) as group:
+def test_an_abort_ends_a_replayed_collective_without_peers(pool: WorkerPool) -> None:
+    batch, case = reference.make_batch(), recorded("qwen3", tp=2)
+    with case.group(pool, optimizer=UNCLIPPED) as group:
         for _ in range(3):
             train(group, batch)
             group.call("logprobs", batch)
         assert min(group.call("recordings")) >= 2
         check_abort(group, batch)
         group.call("abort")
-    with pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
+    with case.group(pool, optimizer=UNCLIPPED) as group:  # nothing is left of the broken groups
         assert group.call("logprobs", batch)[0] is not None

@@ -11,8 +11,8 @@ from torch import Tensor
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from dagrl.workers.train.microbatches import upload
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker, gradients_alone
-from tests.integration.test_megatron_layouts import UNCLIPPED, group_batch, plain_torch
+from tests.integration.train_cases import WAYS, plain_group, plain_torch, run_alone, run_group_alone
+from tests.integration.train_workers import TestedMegatronWorker
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
@@ -21,7 +21,9 @@ GIB = 1 << 30
 SEQUENCES = [[192, 8, 1024, 64, 760], [448, 512, 1088]]  # two rows, multiples of 8: each of four workers has two chunks
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float) -> Tensor:
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float, window: int | None = None
+) -> Tensor:
     """Computes causal softmax(q k^T) v of each segment separately, with its prefix; [tokens, heads, d]."""
     outputs = []
     group = query.shape[1] // key.shape[1]
@@ -32,7 +34,8 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, sc
             k, v = torch.cat((keys[head], k)), torch.cat((values[head], v))
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        back = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+        seen = (back >= 0) & (back < (window or len(k)))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
     return torch.cat(outputs)
 
@@ -80,63 +83,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.make_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "padded": {},
-    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
-}
-
-
-def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str, Any], Any]:
-    config = reference.make_config(model, precision=precision, optimizer=UNCLIPPED, **WAYS[way])
-    batch = reference.make_batch()
-    with single_worker(config, TestedWorker) as made:
-        rows = made.logprobs(batch)
-        with gradients_alone():
-            made.train_step(batch, "likelihood")
-        return reference.assemble([made.gradients()]), rows
-
-
 def test_packed_steps_are_as_close_to_float32_as_padded_ones(model: Path) -> None:
-    truth = plain_torch(model)
-    padded, padded_rows = gradients_and_rows(model, "padded", "bfloat16")
-    found, rows = gradients_and_rows(model, "packed", "bfloat16")
-    assert reference.gradient_error(padded, truth.gradients) < 0.05
-    assert reference.gradient_error(found, truth.gradients) < 1.2 * reference.gradient_error(padded, truth.gradients) + 1e-3
-    off, padded_off = (np.abs(given["logprobs"] - truth.logprobs).mean() for given in (rows, padded_rows))
-    assert off < 1.2 * padded_off + 1e-3
+    truth, padded = plain_torch(model), run_alone(model, 0, precision="bfloat16")
+    found = run_alone(model, 0, precision="bfloat16", **WAYS["packed"])
+    assert reference.gradient_error(padded.gradients, truth.gradients) < 0.05
+    assert_as_close(found, padded, truth)
+
+
+def assert_as_close(found: reference.Run, other: reference.Run, truth: reference.Run) -> None:
+    """Checks that gradients and log-probabilities are about as close to the truth as others are."""
+    error, other_error = (reference.gradient_error(run.gradients, truth.gradients) for run in (found, other))
+    off, other_off = (np.abs(run.logprobs - truth.logprobs).mean() for run in (found, other))
+    assert error < 1.2 * other_error + 1e-3 and off < 1.2 * other_off + 1e-3
 
 
 @pytest.mark.parametrize("way", ["padded", "packed"])
 def test_float32_steps_match_plain_torch(way: str, model: Path) -> None:
-    truth = plain_torch(model)
-    found, rows = gradients_and_rows(model, way, "float32")
-    assert reference.gradient_error(found, truth.gradients) < 1e-5
-    np.testing.assert_allclose(rows["logprobs"], truth.logprobs, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(rows["entropy"], truth.entropy, atol=1e-5, rtol=0)
+    truth, found = plain_torch(model), run_alone(model, 0, precision="float32", **WAYS[way])
+    assert reference.gradient_error(found.gradients, truth.gradients) < 1e-5
+    np.testing.assert_allclose(found.logprobs, truth.logprobs, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found.entropy, truth.entropy, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["launches", "graphs"])
 def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool, model: Path) -> None:
-    batch = group_batch()
-    plain = reference.make_config(model, optimizer=UNCLIPPED)
-    truth = reference.train_reference(model, batch, plain, reference.sft_reference)
-    found: dict[bool, tuple[float, float]] = {}
-    for shared in (False, True):
-        packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": shared}
-        megatron = {"cuda_graphs": graphs}
-        config = reference.make_config(
-            model, precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED, sequence_packing=packing
-        )
-        with single_worker(config, TestedWorker) as made:
-            for _ in range(3 if graphs else 1):  # the third is a replay
-                rows = made.logprobs(batch)
-                metrics = made.train_step(batch.with_scalars(lr=0.0), "likelihood").flat()
-            gradients = reference.assemble([made.gradients()])
-        assert rows is not None and (metrics["shared_prefix_share"] > 0.2) == shared
-        off = float(np.abs(rows["logprobs"] - truth.logprobs * (np.arange(batch.tokens) < batch["lengths"][:, None])).mean())
-        found[shared] = reference.gradient_error(gradients, truth.gradients), off
-    assert found[False][0] < 0.05
-    assert found[True][0] < 1.2 * found[False][0] + 1e-3 and found[True][1] < 1.2 * found[False][1] + 1e-3
+    truth = plain_group(model)
+    (whole, none), (shared, saved) = (run_group_alone(model, shared, graphs) for shared in (False, True))
+    assert none <= 0.2 < saved
+    assert reference.gradient_error(whole.gradients, truth.gradients) < 0.05
+    assert_as_close(shared, whole, truth)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -144,7 +119,7 @@ def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool
 def test_reference_weights_are_swapped_in_and_out(where: str, sharded: bool, model: Path) -> None:
     config = reference.make_config(model, precision="bfloat16", reference_weights=where, sharded=sharded)
     batch = reference.make_batch()
-    with single_worker(config, TestedWorker) as made:
+    with single_worker(config, TestedMegatronWorker) as made:
         first = made.own_logprobs(batch)
         made.snapshot_reference()
         made.train_step(batch, "likelihood")

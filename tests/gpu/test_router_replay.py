@@ -11,19 +11,18 @@ from dagrl.telemetry.metrics import merge_step_metrics
 from tests.gpu import needs_gpus
 from tests.gpu.test_vllm_worker import gpu_config, started
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker, gradients_alone
-from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED
-from tests.integration.test_megatron_routing import (
+from tests.integration.test_model_runs import MODEL, runs_without_and_with_replay
+from tests.integration.test_train_routing import (
     BALANCE,
     BALANCED,
     Routers,
     assert_close,
     figures_of,
-    load_model,
     loss_of,
     recorded_batch,
 )
-from tests.integration.test_model_runs import MODEL, runs_without_and_with_replay
+from tests.integration.train_cases import PACKED, UNCLIPPED
+from tests.integration.train_workers import TestedMegatronWorker, gradients_alone
 from tests.integration.vllm_models import make_checkpoint
 from tests.integration.vllm_ranks import requests
 from tests.single_worker import single_worker
@@ -35,31 +34,31 @@ EXPERTS, CHOSEN = 16, 4
 
 def test_loss_and_gradients_of_routers_match_the_papers(tmp_path: Path) -> None:
     batch, directory = reference.make_batch(), reference.make_model("qwen3_moe", tmp_path)
-    model = load_model(directory)
+    model = reference.load_model(directory)
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
     balance = loss_of(routers, batch, 1)
     torch.autograd.backward(likelihood + BALANCE * balance)
     keys = {"megatron_cfg": {"activation_checkpointing": True, **BALANCED}}
     config = reference.make_config(directory, precision="float32", optimizer=UNCLIPPED, **keys)
-    with single_worker(config, TestedWorker) as worker:
+    with single_worker(config, TestedMegatronWorker) as worker:
         with gradients_alone():
             step = merge_step_metrics([worker.train_step(batch, "likelihood")]).flat()
         gradients = reference.assemble([worker.gradients()])
     assert step["moe/load_balancing_loss"] == pytest.approx(balance.item() / len(routers.logits), rel=1e-4)
     expected = figures_of(routers)
     assert {name: step[f"moe/{name}"] for name in expected} == pytest.approx(expected, rel=1e-3)
-    assert_close(gradients, reference._checkpoint_names(model), 2e-3)
+    assert_close(gradients, model, 2e-3)
 
 
 def test_replayed_experts_match_the_record(tmp_path: Path) -> None:
     directory = reference.make_model("qwen3_moe_mixed", tmp_path)
-    plain, model = reference.make_batch(), load_model(directory)
+    plain, model = reference.make_batch(), reference.load_model(directory)
     batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_experts, 2, dense=1)
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0].detach().numpy()
     config = reference.make_config(directory, precision="float32", router_replay=True, **PACKED)
-    with single_worker(config, TestedWorker) as worker:
+    with single_worker(config, TestedMegatronWorker) as worker:
         found = worker.own_logprobs(batch)
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
@@ -87,7 +86,7 @@ def test_recorded_experts_match_hugging_face(eager: bool, tp: int, cluster: None
     with started([checkpoint], config, tp) as engine:
         rows = engine.run(requests(range(8), prompts[:8], new=24))
         rows += engine.run(requests([8, 9], prompts[8:], new=24))  # their first blocks are cached
-    model = load_model(checkpoint)
+    model = reference.load_model(checkpoint)
     routers = Routers(model, reference.make_batch())
     routers.lengths = [0] * len(prompts)
     equal = []

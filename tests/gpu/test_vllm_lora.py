@@ -16,7 +16,7 @@ from dagrl.config import Config
 from dagrl.rl.generation import FinishedRequest
 from tests.gpu.test_vllm_worker import LONG_PROMPT, PROMPTS, Engine, batch, gpu_config, started
 from tests.integration import vllm_calls
-from tests.integration.test_megatron_lora import ALPHA, DIM
+from tests.integration.test_train_adapters import ALPHA, DIM
 from tests.integration.vllm_ranks import requests
 
 pytest.importorskip("vllm")

@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.integration.main_job import Run
-    from tests.integration.megatron_pool import MegatronPool
+    from tests.integration.train_pool import WorkerPool
     from tests.integration.vllm_ranks import Ranks
 
 
@@ -23,12 +23,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def pool(tiny_models: dict[str, Path]) -> Iterator[MegatronPool]:
+def pool(tiny_models: dict[str, Path]) -> Iterator[WorkerPool]:
     """Four processes in which train workers of any layout run, and `tiny_models` for them."""
     pytest.importorskip("megatron.core")
-    from tests.integration.megatron_pool import MegatronPool
+    from tests.integration.train_pool import WorkerPool
 
-    pool = MegatronPool(models=tiny_models)
+    pool = WorkerPool(models=tiny_models)
     yield pool
     pool.close()
 

@@ -1,6 +1,6 @@
-"""Independent reference for the Megatron worker: tiny Hugging Face models trained by plain torch in this process."""
+"""Independent reference for train workers: tiny Hugging Face models trained by plain torch in this process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dynamic": {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     "longrope": {"model_type": "llama", "rope_parameters": LONGROPE},
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
-}
-
-OTHER_MODELS: dict[str, dict[str, Any]] = {
+    # Megatron does not train those that follow.
     "gemma3": {  # tied, with a soft cap and windows shorter than its sequences
         "model_type": "gemma3_text",
         "sliding_window": 4,
@@ -128,7 +126,6 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
-"""Models that Megatron does not train."""
 
 
 def load_model(directory: Path) -> Any:
@@ -146,7 +143,7 @@ def make_model(name: str, directory: Path, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    settings = {**SIZES, **{**MODELS, **OTHER_MODELS}[name], **changes}
+    settings = {**SIZES, **MODELS[name], **changes}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -246,29 +243,43 @@ class Run:
     gradients: Mapping[str, Any]
 
 
-def train_reference(
-    model_directory: Path, batch: Batch, config: Config, loss: Callable[[Tensor, Batch], Tensor], steps: int = STEPS
-) -> Run:
-    """Runs steps of AdamW on a Hugging Face model in one process."""
-    model = load_model(model_directory)
+def decay_groups(parameters: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:
+    """Returns parameters in two groups, as Megatron: norms and biases have no weight decay."""
+    both: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in parameters:
+        both[parameter.ndim > 1].append(parameter)
+    return [{"params": both[True], "weight_decay": decay}, {"params": both[False], "weight_decay": 0.0}]
+
+
+def adamw(parameters: Iterable[Tensor], config: Config) -> torch.optim.Optimizer:
     wanted = config.policy.optimizer
-    decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    rest = [
-        parameter for parameter in model.parameters() if parameter.ndim == 1
-    ]  # as Megatron: no decay of norms and biases
-    groups = [{"params": decay, "weight_decay": wanted.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+    groups = decay_groups(parameters, wanted.weight_decay)
+    return torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+
+
+def train_reference(
+    model_directory: Path,
+    batch: Batch,
+    config: Config,
+    loss: Callable[[Tensor, Batch], Tensor],
+    steps: int = STEPS,
+    optimizers_of: Callable[[Any], Sequence[torch.optim.Optimizer]] | None = None,
+) -> Run:
+    """Runs steps of AdamW, or of other optimizers, on a Hugging Face model in one process."""
+    model, clip = load_model(model_directory), config.policy.optimizer.clip_grad
+    optimizers = [adamw(model.parameters(), config)] if optimizers_of is None else optimizers_of(model)
     with torch.no_grad():
         first = hf_logprobs(model, batch)
     losses, norms, gradients = [], [], {}
     for _ in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         value = loss(hf_logprobs(model, batch, _temperature(config))[0], batch)
         value.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_grad)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         losses.append(value.item())
-        gradients = gradients or _checkpoint_names(model)
-        optimizer.step()
+        gradients = gradients or gradients_of(model)
+        for optimizer in optimizers:
+            optimizer.step()
     return Run(first[0].numpy(), first[1].numpy(), losses, norms, gradients)
 
 
@@ -323,24 +334,28 @@ def _temperature(config: Config) -> float:
     return config.policy.generation.temperature if config.policy.generation else 1.0
 
 
-def _checkpoint_names(model: Any) -> dict[str, Any]:
-    """Returns gradients. Transformers stacks a layer's experts but saves them separately; Mixtral's under other names."""
-    mixtral = model.config.model_type == "mixtral"
+def gradients_of(model: Any) -> dict[str, Any]:
+    """Returns a model's gradients by the names of checkpoints."""
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
+    return checkpoint_names(gradients, mixtral=model.config.model_type == "mixtral")
+
+
+def checkpoint_names(gradients: Mapping[str, Any], mixtral: bool = False) -> dict[str, Any]:
+    """Renames gradients. Transformers stacks a layer's experts but saves them separately; Mixtral's under other names."""
     gate_name, up_name, down_name = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
-    for name, parameter in model.named_parameters():
-        value = parameter.grad.clone()
+    for name, value in gradients.items():
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         prefix, _, kind = name.rpartition(".experts.")
         if kind == "gate_up_proj":
             for expert, rows in enumerate(value):
-                gate, up = rows.chunk(2)
-                found[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate.numpy()
-                found[f"{prefix}.experts.{expert}.{up_name}.weight"] = up.numpy()
+                gate, up = np.split(rows, 2)
+                found[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate
+                found[f"{prefix}.experts.{expert}.{up_name}.weight"] = up
         elif kind == "down_proj":
-            found |= {f"{prefix}.experts.{expert}.{down_name}.weight": rows.numpy() for expert, rows in enumerate(value)}
+            found |= {f"{prefix}.experts.{expert}.{down_name}.weight": rows for expert, rows in enumerate(value)}
         else:
-            found[name] = value.numpy()
+            found[name] = value
     return found
 
 

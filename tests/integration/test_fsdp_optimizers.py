@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_fsdp_layouts import DP, Case, plain_run
-from tests.integration.test_megatron_layouts import UNCLIPPED, train
+from tests.integration.train_cases import UNCLIPPED, fsdp, plain_torch, train
+from tests.integration.train_pool import WorkerPool
 
 optim = pytest.importorskip("torchao.optim")
 
@@ -23,11 +22,9 @@ class EagerAdamW8bit(optim.AdamW8bit):  # type: ignore[misc]
             return super().step(closure)
 
 
-def test_8bit_adam_trains_and_continues_at_another_layout(pool: MegatronPool, tmp_path: Path) -> None:
-    batch, model = reference.make_batch(), pool.models["qwen3"]
-    optimizer = {"name": f"{__name__}:EagerAdamW8bit", **UNCLIPPED}
-    config = Case("qwen3", {DP: 2}).config(model, optimizer=optimizer)
-    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+def test_8bit_adam_trains_and_continues_at_another_layout(pool: WorkerPool, tmp_path: Path) -> None:
+    batch, optimizer = reference.make_batch(), {"name": f"{__name__}:EagerAdamW8bit", **UNCLIPPED}
+    with fsdp("qwen3", dp=2).group(pool, optimizer=optimizer) as group:
         held = group.call("resident_bytes")[0]
         assert held["optimizer"] < 0.7 * held["weights"]  # 1 + 1 bytes for 4; matrices of 4,096 numbers and more
         steps = [train(group, batch) for _ in range(reference.STEPS)]
@@ -37,10 +34,9 @@ def test_8bit_adam_trains_and_continues_at_another_layout(pool: MegatronPool, tm
         assert train(group, batch) == went_on  # bit for bit: moments are quantized as they were
         group.call("reset_optimizer")
         assert train(group, batch)["loss"] < went_on["loss"]
-    expected = plain_run(model)
+    expected = plain_torch(pool.models["qwen3"])
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=5e-3)
     assert steps[0]["grad_norm"] == pytest.approx(expected.norms[0], rel=1e-4)
-    other = Case("qwen3", {DP: 4}).config(model, optimizer=optimizer)
-    with pool.group(other.policy.train_layout, other, kind="fsdp") as group:
+    with fsdp("qwen3", dp=4).group(pool, optimizer=optimizer) as group:
         group.call("load_checkpoint", str(tmp_path / "checkpoint"))
         assert train(group, batch)["loss"] == pytest.approx(went_on["loss"], abs=1e-5)

@@ -19,9 +19,9 @@ from dagrl.errors import RunError
 from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker
-from tests.integration.test_megatron_layouts import UNCLIPPED
-from tests.integration.test_megatron_routing import recorded_batch
+from tests.integration.test_train_routing import recorded_batch
+from tests.integration.train_cases import UNCLIPPED
+from tests.integration.train_workers import TestedMegatronWorker
 from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
@@ -47,7 +47,7 @@ class GraphDouble:
 
 
 @pytest.fixture
-def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedWorker]:
+def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedMegatronWorker]:
     """Records passes as on a GPU, except for the device."""
     from dagrl.workers.megatron import cuda_graphs
 
@@ -56,7 +56,7 @@ def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(cuda_graphs, "_recorded", lambda graph, pool: nullcontext())
     monkeypatch.setattr(GraphDouble, "replays", 0)
     monkeypatch.setattr(GraphDouble, "while_it_runs", None)
-    with single_worker(reference.make_config(tiny_models["qwen3"]), TestedWorker) as made:
+    with single_worker(reference.make_config(tiny_models["qwen3"]), TestedMegatronWorker) as made:
         trainer = made.megatron().trainer
         trainer.model_pass = cuda_graphs.RecordedPasses(
             list(trainer.model.parameters().values()), trainer.state("gradients")
@@ -65,13 +65,13 @@ def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     assert not GraphDouble.alive
 
 
-def run(worker: TestedWorker, times: int = 1) -> None:
+def run(worker: TestedMegatronWorker, times: int = 1) -> None:
     for _ in range(times):
         worker.logprobs(reference.make_batch())
         worker.train_step(reference.make_batch(), "likelihood")
 
 
-def test_an_abort_leaves_no_graph_that_refers_to_a_communicator(worker: TestedWorker) -> None:
+def test_an_abort_leaves_no_graph_that_refers_to_a_communicator(worker: TestedMegatronWorker) -> None:
     """Neither the worker nor reference cycles of a step keep graphs: NCCL's abort waits for all of them."""
     gc.disable()
     try:
@@ -83,7 +83,7 @@ def test_an_abort_leaves_no_graph_that_refers_to_a_communicator(worker: TestedWo
         gc.enable()
 
 
-def test_an_abort_frees_the_graphs_of_a_waiting_pass_at_once(worker: TestedWorker) -> None:
+def test_an_abort_frees_the_graphs_of_a_waiting_pass_at_once(worker: TestedMegatronWorker) -> None:
     """The waiting step, its traceback and autograd refer to the pass, but do not keep its graphs alive."""
     run(worker, 2)
     left = []
@@ -102,7 +102,7 @@ def test_an_abort_frees_the_graphs_of_a_waiting_pass_at_once(worker: TestedWorke
     assert worker.recordings() >= 2
 
 
-def test_a_failed_recording_leaves_no_graph(worker: TestedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_recording_leaves_no_graph(worker: TestedMegatronWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime aborts while handling the error, whose traceback refers to the recording."""
 
     begun = []
@@ -123,7 +123,7 @@ def test_a_failed_recording_leaves_no_graph(worker: TestedWorker, monkeypatch: p
         pytest.fail("nothing was recorded")
 
 
-def test_a_recording_keeps_the_buffers_that_megatron_gathers_into(worker: TestedWorker) -> None:
+def test_a_recording_keeps_the_buffers_that_megatron_gathers_into(worker: TestedMegatronWorker) -> None:
     """Megatron replaces its buffer by a larger one, while graphs still write to the recorded address."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
@@ -137,7 +137,7 @@ def test_a_recording_keeps_the_buffers_that_megatron_gathers_into(worker: Tested
     assert dropped() is None
 
 
-def test_least_recently_used_graphs_are_dropped(worker: TestedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_graphs_are_dropped(worker: TestedMegatronWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagrl.workers.megatron.cuda_graphs.MOST_RECORDINGS", 1)
     run(worker, 3)
     assert worker.recordings() <= 1
@@ -190,7 +190,7 @@ def test_steps_of_recorded_experts_match_plain_ones(
     found: list[list[Any]] = []
     for graphs in (False, True):
         found.append([])
-        with single_worker(config, TestedWorker) as made:
+        with single_worker(config, TestedMegatronWorker) as made:
             if graphs:
                 made.config, trainer = config.model_copy(update={"policy": policy}), made.megatron().trainer
                 trainer.model_pass = cuda_graphs.RecordedPasses(

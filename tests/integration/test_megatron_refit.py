@@ -14,12 +14,11 @@ import torch
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.refit import RefitPlan, RefitReceiver, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.store import reserve_port
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
-from tests.integration.test_megatron_layouts import logprobs, train
+from tests.integration.train_cases import Case, each, logprobs, megatron, train
+from tests.integration.train_pool import Group, WorkerError, WorkerPool
 
 
 def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
@@ -33,14 +32,10 @@ def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
     return slices
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [("qwen3_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))],
-    ids=["tied-tp2pp2", "moe-dp2ep2"],
-)
-def test_weights_after_each_step_arrive(model: str, layout: ParallelLayout, pool: MegatronPool) -> None:
+@each([megatron("qwen3_tied", tp=2, pp=2), megatron("qwen3_moe", dp=2, ep=2)])
+def test_weights_after_each_step_arrive(case: Case, pool: WorkerPool) -> None:
     batch = reference.make_batch()
-    with pool.group(layout, reference.make_config(pool.models[model])) as group:
+    with case.group(pool) as group:
         shapes = {name: tensor.shape for name, tensor in reference.assemble(group.call("weights")).items()}
         plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
         received = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -50,12 +45,10 @@ def test_weights_after_each_step_arrive(model: str, layout: ParallelLayout, pool
                 train(group, batch)
                 logprobs(group, batch, "reference")  # temporarily points the parameters elsewhere
                 reports = receive(version)
-                assert sum(report.bytes_sent for report in reports) == sum(
-                    4 * tensor.numel() for tensor in received.values()
-                )
+                assert sum(report.bytes_sent for report in reports) == 4 * sum(one.numel() for one in received.values())
                 for name, expected in reference.assemble(group.call("weights")).items():
                     np.testing.assert_array_equal(received[name].numpy(), expected, err_msg=name)
-        if model == "qwen3_moe":
+        if case.model == "qwen3_moe":
             check_aborts(group, batch)
 
 

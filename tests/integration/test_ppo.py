@@ -19,7 +19,7 @@ from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
-from tests.integration.test_megatron_values import QUICKSTART
+from tests.integration.test_train_values import QUICKSTART
 from tests.integration.unigram_workers import SIZE, TAUGHT
 
 __all__ = ["one_cluster"]  # a fixture

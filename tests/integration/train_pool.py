@@ -36,8 +36,8 @@ class Group:
     connections: Sequence[Connection]
     layout: ParallelLayout
 
-    def start(self, rank: int, method: str, *args: Any, warmup: Warmup = False, **kwargs: Any) -> None:
-        self.connections[rank].send((method, args, kwargs, warmup))
+    def start(self, rank: int, method: str, *args: Any, warmup: Warmup = False) -> None:
+        self.connections[rank].send((method, args, warmup))
 
     def finish(self, rank: int, timeout_s: float = 120.0) -> Any:
         """Returns the result of the call on one worker. Raises WorkerError."""
@@ -66,7 +66,7 @@ class Group:
         return results
 
 
-class MegatronPool:
+class WorkerPool:
     """Processes in which `group` creates workers, and tiny Hugging Face `models` for them by name."""
 
     def __init__(self, size: int = SIZE, models: Mapping[str, Path] | None = None) -> None:
@@ -80,9 +80,9 @@ class MegatronPool:
 
     @contextmanager
     def group(
-        self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0, kind: str = "policy"
+        self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0, kind: str = "megatron policy"
     ) -> Iterator[Group]:
-        """Sets up workers (`KINDS` of `megatron_worker` and `fsdp_worker`) and shuts them down at the end."""
+        """Sets up workers of a kind (`KINDS` of `train_workers`) and shuts them down at the end."""
         group = Group(self.connections[: layout.world_size], layout)
         address = f"127.0.0.1:{reserve_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]
@@ -97,31 +97,28 @@ def _prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.integration import fsdp_worker, megatron_worker
+    from tests.integration.train_workers import TestedFsdpWorker, TestedMegatronWorker
 
-    for worker in (megatron_worker.TestedWorker, fsdp_worker.TestedWorker):
+    for worker in (TestedMegatronWorker, TestedFsdpWorker):
         worker.backend_class.prepare()
 
 
 def _serve(connection: Connection) -> None:
-    from tests.integration import fsdp_worker, megatron_worker
+    from tests.integration.train_workers import KINDS, gradients_alone
 
-    kinds: dict[str, Any] = {**megatron_worker.KINDS, **fsdp_worker.KINDS}
     worker: Any = None
     while (message := connection.recv()) is not None:
-        method, args, kwargs, warmup = message
+        method, args, warmup = message
         try:
-            with (
-                megatron_worker.gradients_alone() if warmup == "whole" else replay_context(ReplayContext("test", 0, warmup))
-            ):
+            with gradients_alone() if warmup == "whole" else replay_context(ReplayContext("test", 0, warmup)):
                 if method == "new":
                     place, config, address, kind = args
-                    worker, value = kinds[kind](place, config), None
+                    worker, value = KINDS[kind](place, config), None
                     worker.setup(address)
                 elif method == "pid":
                     value = os.getpid()
                 else:
-                    value = getattr(worker, method)(*args, **kwargs)
+                    value = getattr(worker, method)(*args)
             connection.send((None, value))
         except Exception as error:
             connection.send(((type(error).__name__, f"{error}\n{traceback.format_exc()}"), None))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -20,19 +19,23 @@ from dagrl.run.model import character_tokenizer, write_random_model
 from dagrl.run.train import train as train_run
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.split import split_rows
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_async_grpo import steps_of
-from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
+from tests.integration.train_cases import (
+    UNCLIPPED,
+    Case,
+    columns,
+    each,
+    fsdp,
+    gradients_of,
+    logprobs,
+    megatron,
+    plain_torch,
+    train,
+)
+from tests.integration.train_pool import Group, WorkerError, WorkerPool
 from tests.unit.rl.test_preferences import FORMULAS, Formula
 
-CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any], dict[str, Any]]] = {
-    "dp2": ("qwen3", ParallelLayout(dp=2), {}, {}),
-    "tp2cp2-packed": ("qwen3", ParallelLayout(tp=2, cp=2), PACKED, {}),
-    "tp2pp2-sequence-parallel": ("qwen3_tied", ParallelLayout(tp=2, pp=2), {}, {"sequence_parallel": True}),
-    "dp2pp2-packed": ("qwen3_moe", ParallelLayout(dp=2, pp=2), PACKED, {}),
-}
 CLIP = 0.5  # the default of `critic.value_clip`
 
 
@@ -71,14 +74,10 @@ class Truth:
     gradients: Mapping[str, Any]
 
 
-def plain_torch(directory: Path, head: Any, batch: Batch, config: Config) -> Truth:
+def plain_critic(directory: Path, head: Any, batch: Batch, config: Config) -> Truth:
     """Trains by the formula of verl's `compute_value_loss`, written apart, and AdamW."""
-    critic, wanted = Critic(directory, torch.tensor(head)), config.policy.optimizer
-    groups = [
-        {"params": [one for one in critic.parameters() if one.ndim > 1], "weight_decay": wanted.weight_decay},
-        {"params": [one for one in critic.parameters() if one.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+    critic = Critic(directory, torch.tensor(head))
+    optimizer = reference.adamw(critic.parameters(), config)
     mask, old, returns = (torch.tensor(batch[name]) for name in ("loss_mask", "values", "returns"))
     first, losses, gradients = None, [], {}
     for _ in range(reference.STEPS):
@@ -95,75 +94,64 @@ def plain_torch(directory: Path, head: Any, batch: Batch, config: Config) -> Tru
             for name, parameter in critic.named_parameters()
         }
         optimizer.step()
-    return Truth(first, losses, gradients)
+    return Truth(first, losses, reference.checkpoint_names(gradients))
 
 
 def own_values(group: Group, batch: Batch) -> Any:
-    """Returns the values of the whole batch [rows, tokens], from the one reporting worker of each shard."""
-    shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
-    parts = group.call(
-        "values", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in range(group.layout.world_size)]
-    )
-    found = np.zeros((batch.rows, batch.tokens), np.float32)
-    for shard, positions in enumerate(rows):
-        given = [part for rank, part in enumerate(parts) if group.layout.coordinates(rank).dp == shard and part is not None]
-        assert len(given) == 1
-        found[positions] = given[0]["values"][: len(positions)]
-    return found
+    return columns(group, batch, "values", ("values",))["values"]
 
 
-SLOW = ("dp2", "dp2pp2-packed")
+CRITICS = [
+    megatron("qwen3", dp=2, slow=True),
+    megatron("qwen3", tp=2, cp=2, packed=True),
+    megatron("qwen3_tied", tp=2, pp=2, sequence_parallel=True),
+    megatron("qwen3_moe", dp=2, pp=2, packed=True, slow=True),
+    fsdp("qwen3", dp=2, cp=2, packed=True, slow=True),
+    fsdp("gemma3", tp=2, slow=True),
+]
 
 
-@pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in CASES])
-def test_a_critic_is_that_of_plain_torch(case: str, pool: MegatronPool) -> None:
-    model, layout, packing, megatron = CASES[case]
-    config = reference.make_config(pool.models[model], megatron_cfg=dict(megatron), optimizer=UNCLIPPED, **packing)
-    batch = value_batch()
-    with pool.group(layout, config, kind="value") as group:
+@each(CRITICS)
+def test_a_critic_is_that_of_plain_torch(case: Case, pool: WorkerPool) -> None:
+    batch, keys = value_batch(), {"optimizer": UNCLIPPED}
+    with case.group(pool, "value", **keys) as group:
         head = reference.assemble(group.call("weights"))["score.weight"]
         values = own_values(group, batch)
         train(group, batch, "value", warmup="whole")  # gradients, but no update
-        gradients = reference.assemble(group.call("gradients"))
-        steps = [train(group, batch, "value") for _ in range(reference.STEPS)]
+        gradients = gradients_of(group)
+        losses = [train(group, batch, "value")["loss"] for _ in range(reference.STEPS)]
     assert head.shape == (1, 64) and 0.01 < head.std() < 0.04  # the usual range of transformers: 0.02
-    expected = plain_torch(pool.models[model], head, batch, config)
+    model = pool.models[case.model]
+    expected = plain_critic(model, head, batch, case.config(model, **keys))
     inside = np.arange(batch.tokens)[None] < batch["lengths"][:, None]
     np.testing.assert_allclose(values, expected.values * inside, atol=1e-5, rtol=0)
-    np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(losses, expected.losses, atol=1e-5, rtol=0)
     assert expected.losses[-1] < expected.losses[0]
-    found = {name: value for name, value in gradients.items() if ".experts." not in name}  # named otherwise in transformers
-    assert "score.weight" in found
-    reference.assert_gradients(found, {name: expected.gradients[name] for name in found}, 2e-4)
+    assert set(gradients) == set(expected.gradients)
+    reference.assert_gradients(gradients, expected.gradients, 2e-4)
 
 
-def test_a_critic_resumes_in_another_layout(pool: MegatronPool, tmp_path: Path) -> None:
-    config = reference.make_config(pool.models["qwen3"], optimizer=UNCLIPPED)
+def test_a_critic_resumes_in_another_layout(pool: WorkerPool, tmp_path: Path) -> None:
     batch, directory = value_batch(), str(tmp_path / "critic")
-    with pool.group(ParallelLayout(tp=2), config, kind="value") as group:
+    with megatron("qwen3", tp=2).group(pool, "value", optimizer=UNCLIPPED) as group:
         train(group, batch, "value")
         group.call("save_checkpoint", directory)
         values, step = own_values(group, batch), train(group, batch, "value")
-    with pool.group(ParallelLayout(pp=2), config, kind="value") as group:
+    with megatron("qwen3", pp=2).group(pool, "value", optimizer=UNCLIPPED) as group:
         assert np.abs(own_values(group, batch) - values).max() > 1e-4
         group.call("load_checkpoint", directory)
         np.testing.assert_allclose(own_values(group, batch), values, atol=1e-5)
         assert train(group, batch, "value")["loss"] == pytest.approx(step["loss"], abs=1e-5)
-    with pool.group(ParallelLayout(), config) as group, pytest.raises(WorkerError, match="model scalar = True"):
+    with megatron("qwen3").group(pool) as group, pytest.raises(WorkerError, match="model scalar = True"):
         group.call("load_checkpoint", directory)
 
 
-def test_a_teacher_has_weights_alone(pool: MegatronPool) -> None:
-    from transformers import AutoModelForCausalLM
-
-    config = reference.make_config(pool.models["llama"], **PACKED)
-    batch = reference.make_batch()
-    with pool.group(ParallelLayout(tp=2, pp=2), config, kind="teacher") as group:
-        found = logprobs(group, batch)["logprobs"]
+@each([megatron("llama", tp=2, pp=2, packed=True), fsdp("gemma3", dp=2, packed=True, slow=True)])
+def test_a_teacher_has_weights_alone(case: Case, pool: WorkerPool) -> None:
+    with case.group(pool, "teacher") as group:
+        found = logprobs(group, case.batch)["logprobs"]
         resident = group.call("resident_bytes")
-    model = AutoModelForCausalLM.from_pretrained(pool.models["llama"], dtype="float32")
-    expected = reference.hf_logprobs(model, batch)[0].detach().numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(found, plain_torch(pool.models[case.model]).logprobs, atol=2e-5)
     assert all(parts["weights"] > 0 and parts["gradients"] == parts["optimizer"] == 0 for parts in resident)
 
 
@@ -202,23 +190,12 @@ def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
         np.testing.assert_allclose([step[name] for step in apart], [step[name] for step in here], rtol=1e-3, err_msg=name)
 
 
-REWARD_CASES = [
-    pytest.param(ParallelLayout(dp=2), {}, id="dp2"),
-    pytest.param(ParallelLayout(cp=2), PACKED, id="cp2-packed"),
-    pytest.param(ParallelLayout(tp=2, pp=2), PACKED, id="tp2pp2-packed", marks=pytest.mark.slow),
+REWARD_MODELS = [
+    megatron("qwen3", dp=2),
+    megatron("qwen3", cp=2, packed=True),
+    megatron("qwen3", tp=2, pp=2, packed=True, slow=True),
 ]
 ORDER = np.concatenate([np.arange(0, reference.ROWS, 2), np.arange(1, reference.ROWS, 2)])  # TRL's: chosen, then rejected
-
-
-def answer_sums(group: Group, batch: Batch) -> npt.NDArray[np.float64]:
-    shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
-    places = [group.layout.coordinates(rank).dp for rank in range(group.layout.world_size)]
-    parts = group.call("answer_sums", per_rank=[(shards[place], "policy") for place in places])
-    sums = np.zeros(batch.rows)
-    for shard, positions in enumerate(rows):
-        (part,) = [part for place, part in zip(places, parts, strict=True) if place == shard and part is not None]
-        sums[positions] = part["sums"][: len(positions)]
-    return sums
 
 
 def scored_batch() -> Batch:
@@ -244,22 +221,20 @@ def classifier(directory: Path, head: Any, batch: Batch, formula: Formula) -> tu
     return scores.detach().numpy(), loss.item(), gradients
 
 
-@pytest.mark.parametrize(("layout", "packing"), REWARD_CASES)
-def test_a_reward_model_is_transformers_classifier(
-    layout: ParallelLayout, packing: dict[str, Any], pool: MegatronPool
-) -> None:
-    own = reference.make_config(pool.models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
+@each(REWARD_MODELS)
+def test_a_reward_model_is_transformers_classifier(case: Case, pool: WorkerPool) -> None:
     config, formula = FORMULAS["reward"]
     batch, algorithm = scored_batch(), algorithm_of(config)
     assert isinstance(algorithm, PreferenceAlgorithm)
-    with pool.group(layout, own.model_copy(update={"algorithm": "reward_model"}), kind="value") as group:
+    own = case.config(pool.models[case.model], optimizer=UNCLIPPED).model_copy(update={"algorithm": "reward_model"})
+    with pool.group(ParallelLayout(**case.sizes), own, kind="megatron value") as group:
         head = reference.assemble(group.call("weights"))["score.weight"]
-        found = answer_sums(group, batch)
+        found = columns(group, batch, "answer_sums", ("sums",), "policy")["sums"]
         losses = pair_losses(algorithm, found, np.ones(batch.rows, np.int64), None)
         weights = (losses.weights * batch.rows).astype(np.float32)
         train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")
-        gradients = reference.assemble(group.call("gradients"))
-    scores, loss, expected = classifier(pool.models["qwen3"], head, batch, formula)
+        gradients = gradients_of(group)
+    scores, loss, expected = classifier(pool.models[case.model], head, batch, formula)
     np.testing.assert_allclose(found, scores, atol=1e-6)
     assert np.ptp(scores) > 0.1 and losses.metrics["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
     reference.assert_gradients(gradients, expected, 2e-5)

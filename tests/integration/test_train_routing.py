@@ -1,50 +1,34 @@
-"""Router loss, load and replayed experts, against the papers' formulas on a Hugging Face model in one process."""
+"""Router loss, load and replayed experts of both backends, against the papers' formulas on a Hugging Face model."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, field_of
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
+from tests.integration.train_cases import UNCLIPPED, Case, each, fsdp, gradients_of, logprobs, megatron, train
+from tests.integration.train_pool import WorkerPool
 
 BALANCE = 0.5  # large: a wrong share would show in every gradient
-BALANCED = {"moe_aux_loss_coeff": BALANCE}
+BALANCED, FULL = {"moe_aux_loss_coeff": BALANCE}, {"activation_checkpointing": "full"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model in a layout. `megatron` and `policy` are further keys of these sections."""
-
-    model: str
-    layout: ParallelLayout
-    megatron: Mapping[str, Any] = field(default_factory=dict)
-    policy: Mapping[str, Any] = field(default_factory=dict)
-
-
-CASES = {
-    "dp2pp2": Case("qwen3_moe_mixed", ParallelLayout(dp=2, pp=2, ep=2), BALANCED),
-    "dp2cp2-recomputed": Case("qwen3_moe", ParallelLayout(dp=2, cp=2), {"activation_checkpointing": True, **BALANCED}),
-    "dp2tp2": Case("qwen3_moe", ParallelLayout(dp=2, tp=2), BALANCED),
-    "sigmoids-dp2pp2": Case("glm4_moe", ParallelLayout(dp=2, pp=2, ep=2), BALANCED),
-    "unbalanced-tp2ep2-packed": Case("qwen3_moe", ParallelLayout(tp=2, ep=2, etp=1), policy=PACKED),
-}
-SLOW = ("dp2cp2-recomputed", "sigmoids-dp2pp2", "single")
-"""Cases whose parts others in CI have too."""
-
-
-def each(cases: Iterable[str]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in cases])
+BALANCED_CASES = [
+    megatron("qwen3_moe_mixed", dp=2, pp=2, ep=2, section=BALANCED),
+    megatron("qwen3_moe", dp=2, cp=2, recomputed=True, section=BALANCED, slow=True),
+    megatron("qwen3_moe", dp=2, tp=2, section=BALANCED),
+    megatron("glm4_moe", dp=2, pp=2, ep=2, section=BALANCED, slow=True),  # sigmoids
+    megatron("qwen3_moe", tp=2, ep=2, etp=1, packed=True),
+    fsdp("qwen3_moe", dp=2, cp=2, section=BALANCED),
+    fsdp("qwen3_moe", dp=2, section={**FULL, **BALANCED}, slow=True),
+]
 
 
 class Routers:
@@ -116,43 +100,28 @@ def figures_of(routers: Routers) -> dict[str, float]:
     return {**{name: float(np.mean(values)) for name, values in found.items()}, "max_load_of_worst_layer": worst}
 
 
-def load_model(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 2e-5) -> None:
+def assert_close(found: Mapping[str, Any], model: Any, tolerance: float = 2e-5) -> None:
+    """Compares gradients with those of a Hugging Face model."""
+    expected = reference.gradients_of(model)
     assert set(found) == set(expected)
     reference.assert_gradients(found, expected, tolerance)
 
 
-@each(CASES)
-def test_loss_gradients_and_metrics_match_the_papers(name: str, pool: MegatronPool) -> None:
-    case, batch = CASES[name], reference.make_batch()
-    model = load_model(pool.models[case.model])
+@each(BALANCED_CASES)
+def test_loss_gradients_and_metrics_match_the_papers(case: Case, pool: WorkerPool) -> None:
+    batch, model = reference.make_batch(), reference.load_model(pool.models[case.model])
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
-    balance, weight = loss_of(routers, batch, case.layout.dp), case.megatron.get("moe_aux_loss_coeff", 0.0)
+    balance, weight = loss_of(routers, batch, case.sizes.get("dp", 1)), case.section.get("moe_aux_loss_coeff", 0.0)
     (likelihood + weight * balance).backward()
-    keys = {**case.policy, "megatron_cfg": case.megatron}
-    config = reference.make_config(pool.models[case.model], optimizer=UNCLIPPED, **keys)
-    with pool.group(case.layout, config) as group:
+    with case.group(pool, optimizer=UNCLIPPED) as group:
         step = train(group, batch, warmup="whole")  # gradients, but no update
-        gradients = reference.assemble(group.call("gradients"))
-    layers = len(routers.logits)
-    expected = figures_of(routers)
-    expected |= {"load_balancing_loss": balance.item() / layers} if weight else {}
+        gradients = gradients_of(group)
+    expected = figures_of(routers) if case.backend == "megatron" else {}
+    expected |= {"load_balancing_loss": balance.item() / len(routers.logits)} if weight else {}
     assert step["loss"] == pytest.approx(likelihood.item(), abs=1e-5)
     assert {key: step[f"moe/{key}"] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert_close(gradients, reference._checkpoint_names(model))
-
-
-REPLAYS = {  # with the number of the dense layer
-    "single": ("qwen3_moe_mixed", ParallelLayout(), 1),
-    "tp2cp2ep2-packed-recomputed": ("qwen3_moe_mixed", ParallelLayout(tp=2, cp=2, ep=2, etp=1), 1),
-    "dp2pp2": ("glm4_moe", ParallelLayout(dp=2, pp=2, ep=2), 0),
-}
+    assert_close(gradients, model)
 
 
 def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: int) -> tuple[Batch, Any]:
@@ -170,28 +139,38 @@ def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: i
     return batch.with_fields(**{ROUTED_EXPERTS: field_of(records, batch.tokens)}), ids
 
 
-@each(REPLAYS)
-def test_replayed_experts_match_the_record(name: str, pool: MegatronPool) -> None:
+REPLAYED = {  # with the number of the dense layer
+    megatron("qwen3_moe_mixed", slow=True): 1,
+    megatron("qwen3_moe_mixed", tp=2, cp=2, ep=2, etp=1, packed=True, recomputed=True): 1,
+    megatron("glm4_moe", dp=2, pp=2, ep=2): 0,
+    fsdp("qwen3_moe_mixed", section=FULL, dp=2, packed=True): 1,
+    fsdp("qwen3_moe_mixed", tp=2, ep=2, slow=True): 1,
+    fsdp("qwen3_moe_mixed", cp=2, packed=True, slow=True): 1,
+}
+
+
+@each(REPLAYED)
+def test_replayed_experts_match_the_record(case: Case, pool: WorkerPool) -> None:
     """Log-probabilities and gradients of a model whose routers are made to choose the recorded experts."""
-    plain, (kind, layout, dense) = reference.make_batch(), REPLAYS[name]
-    model = load_model(pool.models[kind])
-    batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_local_experts, 2, dense)
+    plain = reference.make_batch()
+    model, unforced = (reference.load_model(pool.models[case.model]) for _ in range(2))
+    layers, experts = model.config.num_hidden_layers, model.config.num_local_experts
+    batch, forced = recorded_batch(plain, layers, experts, 2, REPLAYED[case])
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0]
     reference.sft_reference(expected, plain).backward()
-    own = reference.hf_logprobs(load_model(pool.models[kind]), plain)[0]
+    own = reference.hf_logprobs(unforced, plain)[0]
     assert (expected - own).abs().max() > 0.1, "the record changes nothing"
-    keys: dict[str, Any] = {"router_replay": True}
-    if "packed" in name:
-        keys |= {**PACKED, "megatron_cfg": {"activation_checkpointing": True}}
-    config = reference.make_config(pool.models[kind], optimizer=UNCLIPPED, **keys)
-    with pool.group(layout, config) as group:
+    with case.group(pool, optimizer=UNCLIPPED, router_replay=True) as group:
         found = logprobs(group, batch)
         step = train(group, batch)
-        gradients = reference.assemble(group.call("gradients"))
+        gradients = gradients_of(group)  # FSDP keeps none after a step
     np.testing.assert_allclose(found["logprobs"], expected.detach().numpy(), atol=1e-5, rtol=0)
     assert step["loss"] == pytest.approx(reference.sft_reference(expected, plain).item(), abs=1e-5)
     used = (forced[:, :, 2, 0] >= 0).sum() / plain["lengths"].sum()
     assert step["moe/replayed_tokens"] == pytest.approx(used)
     assert 0 < step["moe/replayed_agreement"] < 1
-    assert_close(gradients, reference._checkpoint_names(model))
+    norm = get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert step["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    if case.backend == "megatron":
+        assert_close(gradients, model)
