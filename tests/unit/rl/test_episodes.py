@@ -3,7 +3,8 @@
 import dataclasses
 import pickle
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,28 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from dagrl.config import ForcedLengths
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError, RunError
+from dagrl.rl import generation
 from dagrl.rl.environments import FAILED
-from dagrl.rl.generation import (
-    FIRST_QUANTUM,
-    FinishedRequest,
-    Generated,
-    RequestProgress,
-    checksum,
-    merge_generated,
-    pack_generated,
-    quantum_steps,
-)
+from dagrl.rl.generation import FIRST_QUANTUM, FinishedRequest, RequestProgress, checksum, merge_generated, pack_generated
 from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.episodes import (
-    TOKEN_FIELDS,
-    Episode,
-    RolloutGroup,
-    Sample,
-    forced_lengths,
-    samples_of,
-    stop_prefix,
-    turn_seed,
-)
+from dagrl.rl.rollout import episodes as of_episodes
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, forced_lengths, samples_of
 from dagrl.rl.rollout.experience import TrajectoryBuffer
 from dagrl.rl.rollout.record import TokenTexts, rollout_rows, untrained_rows
 from dagrl.rl.rollout.rollouts import QuantumSize, ShardLoad, dispatch
@@ -46,6 +31,7 @@ from dagrl.runtime.shapes import Batch, Bucket, Field, check_batch, field_types
 from dagrl.runtime.split import Split
 from tests.unit.data.test_data import byte_tokenizer
 
+PROMPT = Prompt("x", np.array([1]), "", "row 0")
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
 
 
@@ -69,15 +55,12 @@ def decode(tokens: Sequence[int]) -> str:
 )
 def test_tokens_that_may_begin_a_stop_string_are_found(text: list[str], stops: list[str], again: int) -> None:
     tokens = [WORDS.index(word) for word in text]
-    assert stop_prefix(tokens, stops, decode) == again
+    assert of_episodes.stop_prefix(tokens, stops, decode) == again
 
 
 def test_all_columns_follow_every_change() -> None:
-    made = [
-        FinishedRequest(0, [5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], "stop"),
-        FinishedRequest(1, [8], [-1.5], [2], "stop"),
-    ]
-    packed = pack_generated(made, [], 3)
+    made = FinishedRequest(0, [5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], "stop")
+    packed = pack_generated([made, FinishedRequest(1, [8], [-1.5], [2], "stop")], [], 3)
     first, second = packed.requests()
     episode = Episode(Prompt("p", np.array([7]), "", ""), 0, 8)
     changes = (
@@ -92,7 +75,7 @@ def test_all_columns_follow_every_change() -> None:
         sampled = [True, True, False, False, True]
         whole = [5, 6, 9, 9, 8], [-0.1, -0.2, 0.0, 0.0, -1.5], [1, 1, 1, 1, 2], sampled, [0, 0, -3, 3, 0]
         expected = whole if length != 3 else ([5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], [True] * 3, [0] * 3)
-        for (name, dtype), column in zip(TOKEN_FIELDS.items(), expected, strict=True):
+        for (name, dtype), column in zip(of_episodes.TOKEN_FIELDS.items(), expected, strict=True):
             actual = getattr(episode, name)
             assert actual.dtype == dtype
             np.testing.assert_array_equal(actual, np.array(column[:length], dtype))
@@ -101,14 +84,10 @@ def test_all_columns_follow_every_change() -> None:
 
 def test_every_request_of_a_sequence_has_its_own_seed() -> None:
     """Equal seeds would repeat the draws in each turn. A resumed run uses the same seeds."""
-    prompt = Prompt("", np.array([1, 2]), "", "")
-    seeds = {(seed, made): turn_seed(Episode(prompt, seed, 9, [0] * made)) for seed in (5, 6) for made in range(20)}
-    assert (seeds[5, 0], seeds[6, 0]) == (5, 6)
-    assert len(set(seeds.values())) == len(seeds)
-    assert seeds == {(seed, made): turn_seed(Episode(prompt, seed, 9, [1] * made)) for seed, made in seeds}
-
-
-PROMPT = Prompt("x", np.array([1]), "", "row 0")
+    seed_of, each = of_episodes.turn_seed, list(product((5, 6), range(20)))
+    seeds = {(seed, made): seed_of(Episode(PROMPT, seed, 9, [0] * made)) for seed, made in each}
+    assert (seeds[5, 0], seeds[6, 0]) == (5, 6) and len(set(seeds.values())) == len(seeds)
+    assert seeds == {(seed, made): seed_of(Episode(PROMPT, seed, 9, [1] * made)) for seed, made in each}
 
 
 @pytest.mark.parametrize("cleans", [False, True])
@@ -157,8 +136,12 @@ ROWS = [
 RUNNING = [RequestProgress(5, 2, checksum([8, 9])), RequestProgress(3), RequestProgress(4, 1, checksum([8]))]
 
 
-def generated(**changes: object) -> Generated:
+def generated(**changes: object) -> generation.Generated:
     return pack_generated([dataclasses.replace(ROWS[0], **changes), ROWS[1]], RUNNING, engine_steps=4)
+
+
+def running(*progress: RequestProgress) -> generation.Generated:
+    return pack_generated(ROWS, progress, 4)
 
 
 def test_rows_are_sorted_by_id() -> None:
@@ -179,11 +162,8 @@ def test_equal_parts_merge_in_a_tree_and_survive_pickling() -> None:
     parts = [pickle.loads(pickle.dumps(generated())) for _ in range(4)]  # noqa: S301
     merged = merge_generated([merge_generated(parts[:2]), merge_generated(parts[2:])])
     assert merged.digest == generated().digest
+    assert merge_generated([generated(), generated(logprobs=[-1.0, -2.0, -0.50000006])]), "their last bits may differ"
     np.testing.assert_array_equal(merged.tokens, parts[0].tokens)
-
-
-def test_logprobs_may_differ_in_their_last_bits() -> None:
-    assert merge_generated([generated(), generated(logprobs=[-1.0, -2.0, -0.50000006])])
 
 
 @pytest.mark.parametrize(
@@ -196,17 +176,14 @@ def test_logprobs_may_differ_in_their_last_bits() -> None:
         (generated(request_id=8), r"request 8 is absent, but finished"),
         (pack_generated(ROWS, RUNNING, engine_steps=3), "the engine steps are 4 and 3"),
         (
-            pack_generated(ROWS, [RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]], 4),
+            running(RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]),
             "request 5 runs with 2 new .*, but runs with 2 new",
         ),
-        (
-            pack_generated(ROWS, [*RUNNING[:2], RequestProgress(4, 2, checksum([8]))], 4),
-            "request 4 runs with 1 new .*, but runs with 2 new",
-        ),
-        (pack_generated(ROWS, RUNNING[:2], 4), "request 4 runs with .*, but is absent"),
+        (running(*RUNNING[:2], RequestProgress(4, 2, checksum([8]))), "request 4 runs with 1 new .*, but runs with 2 new"),
+        (running(*RUNNING[:2]), "request 4 runs with .*, but is absent"),
     ],
 )
-def test_errors_name_the_request_that_differs(other: Generated, message: str) -> None:
+def test_errors_name_the_request_that_differs(other: generation.Generated, message: str) -> None:
     with pytest.raises(RunError, match=message):
         merge_generated([generated(), generated(), other])
 
@@ -217,23 +194,9 @@ def test_checksums_continue() -> None:
 
 def test_engine_steps_of_all_shards_or_per_shard() -> None:
     rows = Batch({"lengths": np.zeros(0, np.int64)})
-    assert [quantum_steps(rows.with_scalars(engine_steps=5), shard) for shard in range(3)] == [5, 5, 5]
-    assert [quantum_steps(rows.with_scalars(engine_steps=(1, 2, 0)), shard) for shard in range(3)] == [1, 2, 0]
-    assert quantum_steps(rows, 1) == FIRST_QUANTUM
-
-
-def test_age_zero_is_the_synchronous_order() -> None:
-    buffer: TrajectoryBuffer[int] = TrajectoryBuffer(groups_per_step=2, max_age_steps=0)
-    trained = []
-    for version in range(1, 4):
-        started = [buffer.start() for _ in range(buffer.room())]
-        for number in reversed(started):
-            buffer.finish(number, number)
-        batch = buffer.take()
-        assert batch is not None and buffer.room() == 0, "nothing starts while training runs"
-        trained.append([group.number for group in batch])
-        buffer.advance(version)
-    assert trained == [[0, 1], [2, 3], [4, 5]]
+    for wanted, steps in ((5, [5, 5, 5]), ((1, 2, 0), [1, 2, 0])):
+        assert [generation.quantum_steps(rows.with_scalars(engine_steps=wanted), shard) for shard in range(3)] == steps
+    assert generation.quantum_steps(rows, 1) == FIRST_QUANTUM
 
 
 def test_a_slow_group_is_waited_for_in_its_last_step() -> None:
@@ -262,22 +225,17 @@ def test_finished_groups_are_listed_by_number() -> None:
 TOKENIZER = byte_tokenizer("")
 
 
-@pytest.mark.parametrize("text", ["x = 1", "größer", "日本", "a😀b", "é😀é"])
-def test_texts_join_to_the_whole(text: str) -> None:
-    tokens = TOKENIZER.encode(text, add_special_tokens=False)
-    actual = TokenTexts(TOKENIZER)(tokens)
-    assert len(actual) == len(tokens) == len(text.encode()) and "".join(actual) == text
-
-
-def test_each_plain_character_has_its_token() -> None:
-    tokens = TOKENIZER.encode("a😀b", add_special_tokens=False)
-    assert TokenTexts(TOKENIZER)(tokens) == ["a", "😀", "", "", "", "b"]
+def test_texts_join_to_the_whole() -> None:
+    for text in ("x = 1", "größer", "日本", "a😀b", "é😀é"):
+        tokens = TOKENIZER.encode(text, add_special_tokens=False)
+        actual = TokenTexts(TOKENIZER)(tokens)
+        assert len(actual) == len(tokens) == len(text.encode()) and "".join(actual) == text
+        assert text != "a😀b" or actual == ["a", "😀", "", "", "", "b"]
 
 
 def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
-    prompt = Prompt("é", np.array([1]), "", "row 0")
-    completions = [Episode(prompt, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
-    samples = [Sample(prompt, episode, "x") for episode in completions]
+    completions = [Episode(PROMPT, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
+    samples = [Sample(PROMPT, episode, "x") for episode in completions]
     values = np.arange(1, len(completions) + 1).astype(np.float32)
     rewards = Rewards(values, np.array(answered), "ValueError: no")
     return ScoredGroup(RolloutGroup(0, 0, completions), samples, rewards, values, valid_samples(rewards, samples))
@@ -365,20 +323,10 @@ def test_the_first_record_of_a_token_counts() -> None:
     assert join_records(None, second) is second and join_records(first, None) is first
 
 
-def test_two_bytes_are_used_where_an_id_needs_them() -> None:
-    assert RoutedLayers(61, 256, 8).token_bytes == 2 * 61 * 8
-    assert RoutedLayers(48, 128, 8).token_bytes == 48 * 8
-
-
-@pytest.mark.parametrize(
-    ("keys", "experts"), [({"num_experts": 128}, 128), ({"num_local_experts": 8}, 8), ({"n_routed_experts": 256}, 256)]
-)
-def test_sizes_are_read_from_the_model(keys: dict[str, int], experts: int) -> None:
-    sizes = routed_layers({"num_hidden_layers": 4, "num_experts_per_tok": 2, **keys})
-    assert sizes == RoutedLayers(4, experts, 2)
-
-
-def test_a_dense_model_is_rejected() -> None:
+def test_sizes_are_read_from_the_model() -> None:
+    for key, experts, width in (("num_experts", 128, 1), ("num_local_experts", 8, 1), ("n_routed_experts", 256, 2)):
+        sizes = routed_layers({"num_hidden_layers": 4, "num_experts_per_tok": 2, key: experts})
+        assert sizes == RoutedLayers(4, experts, 2) and sizes.token_bytes == 4 * 2 * width, "two bytes for an id of 256"
     with pytest.raises(ConfigError, match="'qwen3' has no experts to replay"):
         routed_layers({"model_type": "qwen3", "num_hidden_layers": 4})
 
@@ -465,20 +413,18 @@ def test_quanta_of_unequal_shards_take_the_same_time() -> None:
     assert max(size.left_s.values()) <= max(taken), "what is left of a quantum is less than a step"
 
 
-def test_no_quantum_is_longer_than_the_bound() -> None:
-    """Two in flight within 0.5 s: time left over by one quantum does not extend the next beyond 0.25 s."""
-    size = QuantumSize(None, seconds=0.5, in_flight=2, shards=2)
-    for _ in range(20):
-        assert size.next() == (1, 1) or size.step_s == {}
-        size.record([1, 1], [0.25, 0.2], 0.001)
+@pytest.mark.parametrize(
+    ("seconds", "step_s", "steps"), [(0.25, [0.1, 0.02], (2, 10)), (0.05, [0.1, 0.02], (1, 2)), (0.25, [0.25, 0.2], (1, 1))]
+)
+def test_the_bound_limits_all_shards_to_the_time_of_the_slowest(seconds: float, step_s: Any, steps: Any) -> None:
+    """Steps of 100 and 20 ms: both get 200 of 250 ms. A single step of 100 ms may exceed the bound.
 
-
-@pytest.mark.parametrize(("seconds", "steps"), [(0.25, (2, 10)), (0.05, (1, 2))])
-def test_the_bound_limits_all_shards_to_the_time_of_the_slowest(seconds: float, steps: tuple[int, int]) -> None:
-    """Steps of 100 and 20 ms: both get 200 of 250 ms. A single step of 100 ms may exceed the bound."""
+    Time left over by one quantum does not extend the next beyond it.
+    """
     size = QuantumSize(None, seconds=2 * seconds, in_flight=2, shards=2)
-    size.record([1, 1], [0.1, 0.02], 0.01)
-    assert size.next() == steps
+    for _ in range(20):
+        size.record([1, 1], step_s, 0.01)
+        assert size.next() == steps
 
 
 def test_a_shard_that_ended_early_does_not_count_as_slow() -> None:
