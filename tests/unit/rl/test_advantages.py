@@ -7,27 +7,18 @@ from hypothesis import given, strategies as st
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError, DataError
-from dagrl.rl.advantages import (
-    advantages_and_returns,
-    batch_advantages,
-    explained_variance,
-    group_advantages,
-    rewards_at_end,
-    whitened,
-    zero_variance_groups,
-)
+from dagrl.rl import advantages as of
+from dagrl.rl.advantages import advantages_and_returns, explained_variance, group_advantages, rewards_at_end, whitened
 from dagrl.rl.algorithm import VALUE, advantages_of, algorithm_for, algorithm_of
 from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.trial import try_advantages
 
 
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [([[1.0], [0.0]], "num_generations_per_prompt"), ([[1.0, 0.0], [float("nan"), 0.0]], "prompt 1, generation 0 is nan")],
-)
-def test_rewards_without_advantages_are_an_error(rewards: list[list[float]], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        group_advantages(rewards, leave_one_out=True, normalize=False)
+def test_rewards_without_advantages_are_an_error() -> None:
+    broken = [[1.0, 0.0], [float("nan"), 0.0]]
+    for rewards, message in (([[1.0], [0.0]], "num_generations_per_prompt"), (broken, "prompt 1, generation 0 is nan")):
+        with pytest.raises(DataError, match=message):
+            group_advantages(rewards, leave_one_out=True, normalize=False)
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
@@ -37,23 +28,20 @@ def test_a_group_without_variance_has_zero_advantages(leave_one_out: bool, norma
     actual = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize)
     assert (actual[0] == 0.0).all()
     assert actual[1, -1] > 0 > actual[1, 0]
-    assert zero_variance_groups(rewards).tolist() == [True, False]
+    assert of.zero_variance_groups(rewards).tolist() == [True, False]
 
 
-@given(st.integers(2, 6), st.booleans(), st.booleans(), st.data())
-def test_invalid_generations_are_ignored(
-    generations: int, leave_one_out: bool, normalize: bool, data: st.DataObject
-) -> None:
-    rewards = np.array([data.draw(st.lists(st.floats(-10, 10), min_size=generations, max_size=generations))])
-    valid = np.array([data.draw(st.lists(st.booleans(), min_size=generations, max_size=generations))])
+@given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), min_size=2, max_size=6), st.booleans(), st.booleans())
+def test_invalid_generations_are_ignored(drawn: list[tuple[float, bool]], leave_one_out: bool, normalize: bool) -> None:
+    rewards, valid = (np.array([column]) for column in zip(*drawn, strict=True))
     actual = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize, valid=valid)
     assert (actual[~valid] == 0.0).all()
     if valid.sum() < 2:
-        assert (actual == 0.0).all() and zero_variance_groups(rewards, valid).all()
+        assert (actual == 0.0).all() and of.zero_variance_groups(rewards, valid).all()
         return
     alone = group_advantages([rewards[valid]], leave_one_out=leave_one_out, normalize=normalize)
     np.testing.assert_allclose(actual[valid], alone[0], rtol=1e-9, atol=1e-12)
-    assert zero_variance_groups(rewards, valid).tolist() == zero_variance_groups([rewards[valid]]).tolist()
+    assert of.zero_variance_groups(rewards, valid).tolist() == of.zero_variance_groups([rewards[valid]]).tolist()
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -81,7 +69,7 @@ def test_equal_rewards_of_the_others_have_no_deviation(others: float, best: floa
 
 def test_advantages_of_the_batch_are_whitened_rewards() -> None:
     rewards, valid = np.array([[1.0, 0, 0], [5, 4, 9]]), np.array([[True] * 3, [True, True, False]])
-    actual = batch_advantages(rewards, valid)
+    actual = of.batch_advantages(rewards, valid)
     inside = np.array([2 / 3, -1 / 3, -1 / 3, 0.5, -0.5])  # less the mean of the valid ones of each row
     np.testing.assert_allclose(actual[valid], inside / (inside.std(ddof=1) + 1e-6))
     assert actual[1, 2] == 0
@@ -124,10 +112,8 @@ def by_definition(rewards: list[float], values: list[float], gamma: float, lam: 
     """Schulman et al. 2015, equation 16: the discounted sum of the errors, each written out."""
     following = [*values, 0.0][1:]
     errors = [reward + gamma * after - value for reward, after, value in zip(rewards, following, values, strict=True)]
-    return [
-        sum((gamma * lam) ** (later - now) * errors[later] for later in range(now, len(errors)))
-        for now in range(len(errors))
-    ]
+    steps = range(len(errors))
+    return [sum((gamma * lam) ** (later - now) * errors[later] for later in steps[now:]) for now in steps]
 
 
 @given(seed=st.integers(0, 2**16), gamma=st.floats(0.5, 1.0), lam=st.floats(0.0, 1.0))
@@ -189,17 +175,10 @@ def test_value_loss(clip: float | None, errors: list[float], gradients: list[flo
         "values": torch.tensor([[9.0, 1.0, 1.0, 1.0]]),
         "returns": torch.tensor([[float("nan"), 2.0, 0.0, 1.0]]),
     }
-    sections = {"data": {}, "policy": {}, "critic": {"value_clip": clip}}
-    config = Config.model_validate({"name": "critic", "algorithm": "ppo", **sections})
+    config = config_of().with_keys({"algorithm": "ppo", "critic.value_clip": clip})
     output = batch_loss(algorithm_for(VALUE, config), values, data, Denominators(3, 1))
-    loss = sum(error**2 for error in errors) / 6
     (gradient,) = torch.autograd.grad(output.loss, values)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, *gradients]]) / 3)
-    expected = {
-        "loss": loss,
-        "value_mean": (1.8 + 1.8 + 1.2) / 3,
-        "value_error": (0.2 + 1.8 + 0.2) / 3,
-        "value_clip_ratio": clipped,
-        "valid_tokens": 3,
-    }
+    expected = {"loss": sum(error**2 for error in errors) / 6, "value_clip_ratio": clipped, "valid_tokens": 3}
+    expected |= {"value_mean": (1.8 + 1.8 + 1.2) / 3, "value_error": (0.2 + 1.8 + 0.2) / 3}
     assert {name: value.item() for name, value in output.sums.items()} == pytest.approx(expected)

@@ -2,10 +2,12 @@
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.generation import FinishedRequest
-from dagrl.rl.media import RolloutMedia
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.rl.rollout.turns import AgentTurns
 from dagrl.runtime.deadline import Deadline
@@ -85,13 +86,7 @@ class ScriptedGeneration:
 class Served:
     """A server, one episode, and a client with its key."""
 
-    def __init__(
-        self,
-        tokenizer: Any = None,
-        media: RolloutMedia | None = None,
-        says: type[ScriptedGeneration] = ScriptedGeneration,
-        parser: str = "hermes",
-    ) -> None:
+    def __init__(self, tokenizer: Any = None, media: Any = None, says: Any = ScriptedGeneration, parser: str = "hermes"):
         self.tokenizer = tokenizer or merging_tokenizer()
         renderer = Renderer(copy.deepcopy(self.tokenizer), parser, media=media)
         self.server = EndpointServer("127.0.0.1", 0, renderer, LIMITS, Inbox())
@@ -164,10 +159,8 @@ def test_a_longer_conversation_keeps_the_tokens_that_were_sampled(served: Served
     more = [*ASKED, said, {"role": "user", "content": "and 1+1?"}]
     second = served.chat(more, "two", temperature=1.0)
     sampled = first.choices[0].token_ids
-    assert len(sampled) == 3 and second.prompt_token_ids[: len(first.prompt_token_ids) + 3] == [
-        *first.prompt_token_ids,
-        *sampled,
-    ]
+    before = [*first.prompt_token_ids, *sampled]
+    assert len(sampled) == 3 and second.prompt_token_ids[: len(before)] == before
     assert served.tokenizer.decode(second.prompt_token_ids) == served.rendered(more), "as the template writes it"
     assert second.prompt_token_ids != served.ids(served.rendered(more))
     (row,) = served.rows()
@@ -183,8 +176,7 @@ def test_branches_are_rows_and_share_no_token_in_the_loss(served: Served) -> Non
     served.chat([*ASKED, said, {"role": "user", "content": "left"}], "l")
     served.chat([*ASKED, said, {"role": "user", "content": "right"}], "right")
     served.chat([{"role": "system", "content": "another"}], "other")
-    rows = served.rows()
-    learned = sorted("".join(learned_texts(served, row)) for row in rows)
+    learned = sorted("".join(learned_texts(served, row)) for row in served.rows())
     assert learned == sorted([f"ab{END}right{END}", f"l{END}", f"other{END}"]), "the most tokens first"
     kept = served.episode.rows(1)
     assert len(kept.rows) == 1 and kept.untrained == len("l.other.")
@@ -217,6 +209,10 @@ def test_a_stream_has_the_same_text_and_tokens(served: Served) -> None:
     assert len(served.rows()) == 1
 
 
+def asks(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "several answers": ({"n": 2}, r"n = 2 is not supported here\. Leave it out; supported are: .*tools"),
@@ -227,15 +223,9 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "a model": ({"model": "gpt-4o"}, "there is no model 'gpt-4o'; ask for 'policy'"),
     "no messages": ({"messages": []}, "messages: .*at least 1 item"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\.0\.role is missing"),
-    "an image": (
-        {"messages": [{"role": "user", "content": [IMAGE]}]},
-        r"messages\.0\.content has image_url; expected: texts",
-    ),
-    "a function's result": ({"messages": [{"role": "function", "content": "5"}]}, r"messages\.0: function_call is not supp"),
-    "a long context": (
-        {"messages": [{"role": "user", "content": "1" * 500}]},
-        r"the conversation has 5\d\d tokens; expected 1 to 399",
-    ),
+    "an image": (asks([IMAGE]), r"messages\.0\.content has image_url; expected: texts"),
+    "a function's result": (asks("5", "function"), r"messages\.0: function_call is not supp"),
+    "a long context": (asks("1" * 500), r"the conversation has 5\d\d tokens; expected 1 to 399"),
     "stop strings": ({"stop": ["x" * 300]}, "not be empty, or have more than 256 bytes"),
 }
 
@@ -288,10 +278,9 @@ def test_a_client_that_goes_away_cancels_its_request(served: Served) -> None:
     with pytest.raises(openai.APITimeoutError):
         served.client.with_options(timeout=0.3).chat.completions.create(model="policy", messages=ASKED)
     (turn,) = served.generation.turns
-    for _ in range(200):
-        if turn.cancelled:
-            break
-        threading.Event().wait(0.05)
+    deadline = time.monotonic() + 10
+    while not turn.cancelled and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert turn.cancelled
     assert not served.rows(), "what no client has is not trained on"
 
@@ -315,25 +304,16 @@ def test_an_address_that_is_taken_is_an_error(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("sent", "warned"), [("user: 1+2\nassistant: ", True), ("1+2", False)])
-def test_a_prompt_that_the_template_renders_twice_is_warned_of(
-    sent: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_that_the_template_renders_twice_is_warned_of(sent: str, warned: bool, caplog: Any) -> None:
     prompt = Prompt("user: 1+2\nassistant:", np.array([1, 2]), "3", "row 0", messages=[{"role": "user", "content": "1+2"}])
-    given: list[dict[str, Any]] = []
     answer: Future[float] = Future()
     answer.set_result(1.0)
     row = Row(f"user: {sent}\nassistant:", [1, 2], [{"role": "user", "content": sent}], [3], [-1.0], [0], [True], "stop")
     agent = SimpleNamespace(answer=answer, answers=1, rows=lambda most: EpisodeRows([row]))
-    runner: Any = SimpleNamespace(
-        begin=lambda key, example, greedy: given.append(example) or agent,
-        end=lambda agent: None,
-        inbox=SimpleNamespace(take=list),
-        max_conversations=1,
-        media=None,
-    )
+    runner = MagicMock(max_conversations=1, media=None, **{"begin.return_value": agent, "inbox.take": list})
     turns = AgentTurns(runner)
     turns.start([RolloutGroup(0, 0, [Episode(prompt, 0, 4), Episode(prompt, 1, 4)])])
-    assert [example["messages"] for example in given] == [[{"role": "user", "content": "1+2"}]] * 2
+    assert [call.args[1]["messages"] for call in runner.begin.call_args_list] == [[{"role": "user", "content": "1+2"}]] * 2
     assert turns.take() == [] and ("the chat template renders it twice" in caplog.text) == warned
     assert len(caplog.records) == warned, "once"
 

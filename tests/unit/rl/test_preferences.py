@@ -47,17 +47,17 @@ class WithoutAReference(Ipo):
 
 
 class OneNumber(PreferenceAlgorithm):
-    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def pair_loss(self, pairs: Pairs) -> Any:
         return (pairs.chosen - pairs.rejected).mean(), {}
 
 
 class NotFinite(PreferenceAlgorithm):
-    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def pair_loss(self, pairs: Pairs) -> Any:
         return torch.log(pairs.chosen), {}  # of negative numbers
 
 
 class Constant(PreferenceAlgorithm):
-    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def pair_loss(self, pairs: Pairs) -> Any:
         return torch.zeros_like(pairs.chosen_tokens), {}
 
 
@@ -86,15 +86,19 @@ FORMULAS: dict[str, tuple[Config, Formula]] = {
 }
 
 
+def losses_of(config: Config, *columns: np.ndarray) -> Any:
+    algorithm = algorithm_of(config)
+    assert isinstance(algorithm, PreferenceAlgorithm)
+    return pair_losses(algorithm, *columns)
+
+
 @pytest.mark.parametrize("name", FORMULAS)
 def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
     config, formula = FORMULAS[name]
     draw = np.random.default_rng(3)
     sums, fixed = (-9 * draw.random(2 * PAIRS) for _ in range(2))
     tokens = draw.integers(1, 9, 2 * PAIRS)
-    algorithm = algorithm_of(config)
-    assert isinstance(algorithm, PreferenceAlgorithm)
-    actual = pair_losses(algorithm, sums, tokens, fixed)
+    actual = losses_of(config, sums, tokens, fixed)
     order = np.concatenate([np.arange(0, 2 * PAIRS, 2), np.arange(1, 2 * PAIRS, 2)])
     leaf = torch.tensor(sums[order], requires_grad=True)
     expected = formula(leaf, torch.tensor(fixed[order]), torch.tensor(tokens[order], dtype=torch.float64))
@@ -105,21 +109,16 @@ def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
 
 
 def test_sums_that_are_not_finite_are_no_error_of_the_loss() -> None:
-    algorithm = algorithm_of(config_of())
-    assert isinstance(algorithm, PreferenceAlgorithm)
-    actual = pair_losses(algorithm, np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
+    actual = losses_of(config_of(), np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
     assert np.isnan(actual.weights).all() and np.isnan(actual.metrics["loss"])
 
 
 def test_metrics_of_dpo_are_those_of_trl() -> None:
     sums, fixed = np.array([-3.0, -5.0, -4.0, -5.0]), np.array([-4.0, -4.0, -3.0, -3.0])
-    algorithm = algorithm_of(config_of(beta=BETA))
-    assert isinstance(algorithm, PreferenceAlgorithm)
-    actual = pair_losses(algorithm, sums, np.full(4, 2), fixed).metrics
-    assert actual["preference/accuracy"] == 1.0
-    assert actual["preference/chosen_reward"] == pytest.approx(BETA * (1 - 1) / 2)
-    assert actual["preference/rejected_reward"] == pytest.approx(BETA * (-1 - 2) / 2)
-    assert actual["preference/margin"] == pytest.approx(1.5 * BETA)
+    actual = losses_of(config_of(beta=BETA), sums, np.full(4, 2), fixed).metrics
+    chosen, rejected = BETA * (1 - 1) / 2, BETA * (-1 - 2) / 2
+    expected = {"accuracy": 1.0, "chosen_reward": chosen, "rejected_reward": rejected, "margin": 1.5 * BETA}
+    assert {name: actual[f"preference/{name}"] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -190,10 +189,10 @@ def test_a_position_is_valid_for_the_same_pairs_only(tmp_path: Path) -> None:
 
 def test_pairs_of_several_sources_have_their_task(tmp_path: Path) -> None:
     sources = {}
-    for name, keys in (("sums", {"chosen_key": "good"}), ("words", {"rejected_key": "bad"})):
-        row = {"prompt": name, keys.get("chosen_key", "chosen"): "yes", keys.get("rejected_key", "rejected"): "no"}
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
-        sources[name] = {"path": str(tmp_path / f"{name}.jsonl"), "val_fraction": 0, **keys}
+    for name, chosen, rejected in (("sums", "good", "rejected"), ("words", "chosen", "bad")):
+        path, row = tmp_path / f"{name}.jsonl", {"prompt": name, chosen: "yes", rejected: "no"}
+        path.write_text((json.dumps(row) + "\n") * 3)
+        sources[name] = {"path": str(path), "val_fraction": 0, "chosen_key": chosen, "rejected_key": rejected}
     config = DataConfig.model_validate({"mixture": sources, "apply_chat_template": True})
     examples = [with_chat(example, config) for example in load_splits(config, preference_of).train]
     assert [pair.task for pair in encode_preferences(examples, TOKENIZER)] == ["sums"] * 3 + ["words"] * 3
@@ -252,14 +251,11 @@ def test_each_single_answer_is_beside_one_of_another_row(tmp_path: Path) -> None
     assert sorted(others) == [*"abcd"] and all(own != other for own, other in zip("abcd", others, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
+def test_rows_that_are_not_judged_are_rejected(tmp_path: Path) -> None:
+    for row, says in (
         ({"completion": "b"}, "line 2: 'label' is None; expected: true or false. Set data.label_key"),
         ({"completion": "b", "label": "good"}, "line 2: 'label' is 'good'; expected: true or false"),
         ({"label": True}, "line 2: no key 'completion'"),
-    ],
-)
-def test_rows_that_are_not_judged_are_rejected(row: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=says):
-        judged(tmp_path / "rows.jsonl", {"completion": "b", "label": False}, row)
+    ):
+        with pytest.raises(DataError, match=says):
+            judged(tmp_path / "rows.jsonl", {"completion": "b", "label": False}, row)
