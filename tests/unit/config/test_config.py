@@ -25,13 +25,6 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_defaults(small: Path) -> None:
-    config = load_config(small)
-    assert config.executor == "compiled"
-    assert config.policy.megatron_cfg.layout.world_size == 1
-    assert config.policy.generation is None
-
-
 def test_overrides_in_order(small: Path) -> None:
     words = [
         "policy.megatron_cfg.data_parallel_size=2",
@@ -43,6 +36,8 @@ def test_overrides_in_order(small: Path) -> None:
         "seed=1",
         "seed=2",
     ]
+    defaults = load_config(small)
+    assert defaults.executor == "compiled" and defaults.policy.generation is None
     config = load_config(small, words)
     assert config.policy.megatron_cfg.layout.dp == 2
     assert config.policy.optimizer.lr == 3e-4
@@ -65,10 +60,8 @@ def test_every_error_is_listed_with_its_location(small: Path) -> None:
     assert len(lines) == 4
     assert f"policy.modelname ({small}, line 4); did you mean 'policy.model_name'" in lines[2]
     assert f"sft.lr ({small}, line 7): found -1; expected: greater than 0" in lines
-    known = ", ".join(map(repr, ALGORITHMS))
-    assert (
-        f"algorithm (command line): found 'sftt'; expected: {known} or the import path 'module:Class' of your own" in lines
-    )
+    known = f"{', '.join(map(repr, ALGORITHMS))} or the import path 'module:Class' of your own"
+    assert f"algorithm (command line): found 'sftt'; expected: {known}" in lines
     assert "missing key policy.random_init.hf_config (command line); it is required" in lines
 
 

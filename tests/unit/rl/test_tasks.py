@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,10 +53,8 @@ def test_references_are_sums_without_carries() -> None:
     splits = arithmetic(digits=2)
     for example in (*splits.train, *splits.validation):
         a, b = operands(example)
-        assert example.response == str(a + b)
+        assert example.response == str(a + b) and 10 <= min(a, b) and a + b <= 99
         assert a % 10 + b % 10 == (a + b) % 10  # the last digits add up without a carry
-        assert 10 <= min(a, b)
-        assert a + b <= 99
     assert len(splits.train) + len(splits.validation) == 36 * 55  # tens 1..9 and ones 0..9, each adding up to at most 9
     assert any(sum(operands(example)) >= 100 for example in arithmetic(digits=2, carry=True).train)
 
@@ -70,10 +69,12 @@ def test_share_of_right_demonstrations() -> None:
     assert set(right.values()) == {3}
 
 
-@pytest.mark.parametrize("arguments", [{"digits": 3}, {"held_out": 0}, {"held_out": 1980}, {"right_share": 1.5}])
-def test_arguments_out_of_range(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        arithmetic(**arguments)  # type: ignore[arg-type]
+def test_arguments_out_of_range() -> None:
+    for wrong in ({"digits": 3}, {"held_out": 0}, {"held_out": 1980}, {"right_share": 1.5}):
+        with pytest.raises(ValueError, match="expected"):
+            arithmetic(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected: at least 1 each"):
+        stories(0)
 
 
 def test_answers_name_what_is_drawn() -> None:
@@ -107,6 +108,7 @@ def test_answers_name_what_is_drawn() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_solutions_of_stories_are_right(steps: int) -> None:
     splits = stories(steps, count=200, held_out=50)
+    assert splits == stories(steps, count=200, held_out=50) != stories(steps, count=200, held_out=50, seed=1)
     assert not {one.prompt for one in splits.train} & {one.prompt for one in splits.validation}
     for example in (*splits.train, *splits.validation):
         calculations = re.findall(r"=<<([0-9+*/-]+)=(\d+)>>(\d+)", example.response)
@@ -118,12 +120,6 @@ def test_solutions_of_stories_are_right(steps: int) -> None:
         results = {result for _, result, _ in calculations}
         assert named <= told | results | {"2", "3", "4", "5"}  # half, triples, a fifth
     assert final_answer([example.prompt], [example.response], [example.response]) == [{"right": 1.0, "format": 1.0}]
-
-
-def test_the_same_seed_makes_the_same_stories() -> None:
-    assert stories(2, 20, 5) == stories(2, 20, 5) != stories(2, 20, 5, seed=1)
-    with pytest.raises(ValueError, match="expected: at least 1 each"):
-        stories(0)
 
 
 def test_a_result_without_a_curve_is_not_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +189,9 @@ def test_prompts_may_be_written_as_a_model_knows_them(tmp_path: Path) -> None:
     sets = (written(tmp_path, "gsm8k", ROWS["gsm8k"]), written(tmp_path, "aime24", ROWS["aime24"]))
     examples = load_sets(EvaluationConfig(sets=sets, prompt="Question: {question}\nAnswer:"))
     assert [example.prompt for example in examples] == ["Question: What is 2+2?\nAnswer:"] * 2
+    for prompt in ("no question", "{question} {other}", "{question", "{0}"):
+        with pytest.raises(ValueError, match=r"a text with \{question\}"):
+            EvaluationConfig(prompt=prompt)
 
 
 @pytest.mark.parametrize(
@@ -220,25 +219,22 @@ def test_answers_of_base_models_are_marked_up_to_a_further_question(prompt: str,
 
 
 def test_unknown_sets_and_columns_are_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no set 'gsm9k'; expected: gsm8k, math500"):
-        load_sets(EvaluationConfig(sets=("gsm9k",)))
     wrong = written(tmp_path, "gsm8k", {"frage": "2+2?"})
-    with pytest.raises(
-        DataError, match=r"gsm8k.jsonl, line 1 has no column 'question'; found: frage; expected: those of openai"
+    for sets, error, says in (
+        (("gsm9k",), ConfigError, "no set 'gsm9k'; expected: gsm8k, math500"),
+        ((wrong,), DataError, "gsm8k.jsonl, line 1 has no column 'question'; found: frage; expected: those of openai"),
+        (("gsm8k", wrong), ConfigError, "gsm8k is named twice"),
     ):
-        load_sets(EvaluationConfig(sets=(wrong,)))
-    twice = written(tmp_path, "gsm8k", ROWS["gsm8k"])
-    with pytest.raises(ConfigError, match="gsm8k is named twice"):
-        load_sets(EvaluationConfig(sets=("gsm8k", twice)))
+        with pytest.raises(error, match=says):
+            load_sets(EvaluationConfig(sets=sets))
 
 
 @pytest.mark.parametrize(
     "name, column, value, message",
     [
-        *(
-            ("ifeval", column, None, f"line 1 has no column '{column}'")
-            for column in ("key", "instruction_id_list", "kwargs")
-        ),
+        ("ifeval", "key", None, "line 1 has no column 'key'"),
+        ("ifeval", "instruction_id_list", None, "line 1 has no column 'instruction_id_list'"),
+        ("ifeval", "kwargs", None, "line 1 has no column 'kwargs'"),
         ("ifeval", "kwargs", [{}], "lists of one length; found"),
         ("mmlu_pro", "options", 3, "options, a list of"),
         ("mmlu_pro", "answer", 1, "answer, one of A, B, C; found"),
@@ -247,18 +243,10 @@ def test_unknown_sets_and_columns_are_one_error(tmp_path: Path) -> None:
         ("gsm8k", "question", "", "column 'question' is empty"),
     ],
 )
-def test_rows_that_cannot_be_marked_are_one_error(
-    name: str, column: str, value: object, message: str, tmp_path: Path
-) -> None:
+def test_rows_that_cannot_be_marked_are_one_error(name: str, column: str, value: Any, message: str, tmp_path: Path) -> None:
     row = {key: known for key, known in ROWS[name].items() if key != column} | ({column: value} if value is not None else {})
     with pytest.raises(DataError, match=message):
         load_sets(EvaluationConfig(sets=(written(tmp_path, name, row),)))
-
-
-@pytest.mark.parametrize("prompt", ["no question", "{question} {other}", "{question", "{0}"])
-def test_a_prompt_needs_its_question(prompt: str) -> None:
-    with pytest.raises(ValueError, match=r"a text with \{question\}"):
-        EvaluationConfig(prompt=prompt)
 
 
 @pytest.mark.parametrize(
