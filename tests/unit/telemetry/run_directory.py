@@ -44,30 +44,19 @@ def sample_row(step: int, place: int, drift: float) -> dict[str, Any]:
         train[-2] += drift * step
     sampled = [not (place == 3 and 2 <= at < 5) for at in range(count)]
     turns = [("policy", 0, count)] if place != 3 else [("policy", 0, 2), ("environment", 2, 5), ("policy", 5, count)]
+    about = {"step": step, "split": "train", "dropped": "", "valid": True, "finish_reason": "stop"}
+    question = {"group": step, "place": place, "source": "train.jsonl, line 1", "task": "gsm8k", "reference": "72"}
+    rewards = {"reward": place / 4, "reward_parts": {"right": place / 4, "format": 0.0}, "advantage": place - 1.5}
+    tokens = {"prompt_tokens": [1, 2, 3], "tokens": list(range(10, 10 + count)), "token_texts": ANSWER, "sampled": sampled}
+    by_turn = {"policy": 0.5, "environment": None}
     sample = {
-        "step": step,
-        "split": "train",
-        "dropped": "",
-        "group": step,
-        "place": place,
-        "source": "train.jsonl, line 1",
-        "task": "gsm8k",
+        **(about | question | rewards | tokens),
         "prompt": f"How many clips did Natalia sell? {MARKUP}",
-        "reference": "72",
         "completion": "".join(ANSWER[:-1]) + f" ({place})",
         "turns": [
-            {"role": role, "text": "".join(ANSWER[i:j]), "start": i, "end": j, "reward": 0.5 if role == "policy" else None}
+            {"role": role, "text": "".join(ANSWER[i:j]), "start": i, "end": j, "reward": by_turn[role]}
             for role, i, j in turns
         ],
-        "reward": place / 4,
-        "reward_parts": {"right": place / 4, "format": 0.0},
-        "advantage": place - 1.5,
-        "valid": True,
-        "finish_reason": "stop",
-        "prompt_tokens": [1, 2, 3],
-        "tokens": list(range(10, 10 + count)),
-        "token_texts": ANSWER,
-        "sampled": sampled,
         "logprobs": logprobs,
         "train_logprobs": train,
         "reference_logprobs": [one - 0.05 for one in train],

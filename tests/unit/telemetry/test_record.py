@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -32,17 +33,10 @@ from tests.unit.run.saving import full_disk
 
 
 def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: Any) -> Config:
-    return Config.model_validate(
-        {
-            "name": name,
-            "algorithm": "grpo",
-            "output_dir": str(tmp_path / "runs"),
-            "policy": {"random_init": {"hf_config": {"hidden_size": 8, "rope": {"theta": 1e4}}}},
-            "data": {"task": "dagrl.rl.tasks:arithmetic"},
-            "checkpointing": {"resume": resume},
-            "logger": {"tensorboard_enabled": False, **logger},
-        }
-    )
+    policy = {"random_init": {"hf_config": {"hidden_size": 8, "rope": {"theta": 1e4}}}}
+    sections = {"policy": policy, "data": {"task": "dagrl.rl.tasks:arithmetic"}, "checkpointing": {"resume": resume}}
+    sections |= {"output_dir": str(tmp_path / "runs"), "logger": {"tensorboard_enabled": False, **logger}}
+    return Config.model_validate({"name": name, "algorithm": "grpo", **sections})
 
 
 def log_steps(run: Config, first: int, last: int, resumed_step: int = 0) -> RunPaths:
@@ -60,11 +54,9 @@ def test_each_step_is_flushed_as_one_line(tmp_path: Path) -> None:
         record.log(1, "sft", {"loss": 2.0, "validation/loss": 1.5})
         record.log(2, "grpo", {"loss": float("nan"), "reward/mean": float("inf")})
         lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]  # before the file is closed
-    assert [{key: value for key, value in line.items() if key != "time"} for line in lines] == [
-        {"step": 1, "stage": "sft", "loss": 2.0, "validation/loss": 1.5},
-        {"step": 2, "stage": "grpo", "loss": None, "reward/mean": None},
-    ]
-    assert lines[1]["time"] >= lines[0]["time"] > 1e9
+    first, second = (line.pop("time") for line in lines)
+    assert lines[0] == {"step": 1, "stage": "sft", "loss": 2.0, "validation/loss": 1.5} and second >= first > 1e9
+    assert lines[1] == {"step": 2, "stage": "grpo", "loss": None, "reward/mean": None}
 
 
 def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
@@ -79,8 +71,7 @@ def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("resumed_step, kept", [(0, 0), (1, 2), (2, 3)])
 def test_a_validation_at_the_start_is_recorded_once(tmp_path: Path, resumed_step: int, kept: int) -> None:
     lines = [(0, "sft"), (1, "sft"), (2, "sft"), (2, "grpo"), (3, "grpo")]
-    run = config(tmp_path)
-    run = run.model_copy(update={"sft": run.sft.model_copy(update={"max_num_steps": 2})})
+    run = config(tmp_path).with_keys({"sft.max_num_steps": 2})
     paths = prepare_run_directory(run)
     for start in (0, kept):
         with RunRecord(run, resumed_step=resumed_step) as record:
@@ -101,16 +92,12 @@ def test_a_full_disk_error_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_error_of_tensorboard_names_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flush(writer: EventFileWriter) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as its writer thread does
-
     run = config(tmp_path, tensorboard_enabled=True)
     paths = prepare_run_directory(run)
-    with RunRecord(run) as record:
-        monkeypatch.setattr(EventFileWriter, "flush", flush)
-        with pytest.raises(OSError, match="No space left") as raised:
-            record.log(1, "grpo", {"loss": 1.0})
-        monkeypatch.undo()
+    full = MagicMock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))  # as its writer thread raises
+    with RunRecord(run) as record, monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as raised:
+        patch.setattr(EventFileWriter, "flush", full)
+        record.log(1, "grpo", {"loss": 1.0})
     assert raised.value.filename == str(paths.tensorboard)
 
 
@@ -154,14 +141,8 @@ def test_a_start_killed_while_writing_its_configuration_does_not_block_the_next(
     """In a new directory, or in that of a run resumed with another configuration."""
     if resume:
         prepare_run_directory(config(tmp_path))
-
-    class KilledError(BaseException): ...
-
-    def killed(*_: object) -> None:
-        raise KilledError
-
-    with monkeypatch.context() as patch, pytest.raises(KilledError):
-        patch.setattr(Path, "replace", killed)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "replace", MagicMock(side_effect=SystemExit))
         prepare_run_directory(config(tmp_path, resume=resume))
     assert prepare_run_directory(config(tmp_path, resume=resume)).config.exists()
 
@@ -179,9 +160,7 @@ def test_tensorboard_shows_steps_once(tmp_path: Path, resumed_step: int) -> None
     assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
 
 
-def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A new run is refused instead: its user is there."""
 
     class Down(TensorBoardTracker):
@@ -196,9 +175,7 @@ def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(
     assert "the run goes on without Down, which failed: ConnectionError: server is down" in caplog.text
 
 
-def test_a_failing_tracker_stops_neither_the_run_nor_other_trackers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_tracker_stops_neither_the_run_nor_other_trackers(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     calls = []
 
     class Failing:
@@ -231,8 +208,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    here = config(Path())
-    paths = RunPaths.of(here)
+    paths = RunPaths.of(config(Path()))
     assert (paths.final_model, paths.checkpoints) == (tmp_path / "runs/tiny/final_model", tmp_path / "runs/tiny/checkpoints")
 
 
@@ -242,30 +218,16 @@ def test_a_check_for_running_runs_makes_no_file(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_warning_on_a_file_system_without_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+def test_warning_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("fcntl.flock", MagicMock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with lock_run(RunPaths.of(config(tmp_path))):
         assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "tiny.lock (No locks available): nothing keeps other runs from" in caplog.text
 
 
-ROW = {
-    "step": 3,
-    "group": 7,
-    "place": 1,
-    "prompt": "1+1=",
-    "reward": 1.0,
-    "reward_parts": {"function": 1.0},
-    "tokens": [4, 5],
-    "logprobs": [-0.5, -1.5],
-    "sampled": [True, False],
-    "turns": [{"role": "policy", "text": "2", "start": 0, "end": 1, "reward": None}],
-}
+TURN = {"role": "policy", "text": "2", "start": 0, "end": 1, "reward": None}
+ROW = {"step": 3, "group": 7, "place": 1, "prompt": "1+1=", "reward": 1.0, "reward_parts": {"function": 1.0}}
+ROW |= {"tokens": [4, 5], "logprobs": [-0.5, -1.5], "sampled": [True, False], "turns": [TURN]}
 
 
 def test_rows_are_read_back_by_any_reader(tmp_path: Path) -> None:
@@ -284,7 +246,6 @@ def test_the_oldest_steps_are_deleted_above_the_limit(tmp_path: Path) -> None:
         files.write(step, table_of([ROW]))
     size = rollout_files(tmp_path)[1].stat().st_size
     bounded = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=4)
-
     for _ in range(3):  # written again, a file counts once
         bounded.write(5, table_of([ROW]))
     assert list(rollout_files(tmp_path)) == [4, 5]

@@ -1,8 +1,8 @@
 """Trace files: valid JSON, or without the last bracket after a crash; named rows and bounded memory."""
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
 from tests.unit.run.saving import full_disk
 
+NAMES = ("process_name", "process_sort_index", "thread_name")
+
 
 def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
     """Returns the events of a file. While a run writes it, the closing bracket is missing."""
@@ -20,32 +22,23 @@ def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
 
 
 def test_rows_and_times(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "trace.json"
+    path, about = tmp_path / "run" / "trace.json", {"replay": 3, "warmup": False}
     with TraceWriter(path) as trace:
         trace.declare(["driver", "train 0", "train 1"])
         start = time.time_ns() // 1000 * 1000
-        trace.write(
-            [
-                TraceEvent(
-                    "train_step", "replay", start + 2_500, 1_250, "train 1", "replays", {"replay": 3, "warmup": False}
-                ),
-                TraceEvent("generate", "replay", start + 9_000, 4_000, "generation 0", "replays"),
-                TraceEvent("checkpoint", "step", start, 1_000),
-            ]
-        )
-    names = {event["pid"]: event["args"]["name"] for event in events(path, "M") if event["name"] == "process_name"}
-    order = {
-        event["pid"]: event["args"]["sort_index"] for event in events(path, "M") if event["name"] == "process_sort_index"
-    }
+        step = TraceEvent("train_step", "replay", start + 2_500, 1_250, "train 1", "replays", about)
+        quantum = TraceEvent("generate", "replay", start + 9_000, 4_000, "generation 0", "replays")
+        trace.write([step, quantum, TraceEvent("checkpoint", "step", start, 1_000)])
+    named = {kind: [event for event in events(path, "M") if event["name"] == kind] for kind in NAMES}
+    names = {event["pid"]: event["args"]["name"] for event in named["process_name"]}
+    order = {event["pid"]: event["args"]["sort_index"] for event in named["process_sort_index"]}
     assert [names[pid] for pid in sorted(order, key=order.__getitem__)] == ["driver", "train 0", "train 1", "generation 0"]
     first, second, third = events(path)
     assert (first["name"], first["cat"], first["dur"]) == ("train_step", "replay", 1.25)
     assert (first["ts"] - third["ts"], second["ts"] - third["ts"]) == (2.5, 9.0)
-    assert first["args"] == {"replay": 3, "warmup": False}
+    assert first["args"] == about
     assert [names[event["pid"]] for event in (first, second, third)] == ["train 1", "generation 0", "driver"]
-    threads = {
-        event["tid"]: (event["pid"], event["args"]["name"]) for event in events(path, "M") if event["name"] == "thread_name"
-    }
+    threads = {event["tid"]: (event["pid"], event["args"]["name"]) for event in named["thread_name"]}
     assert threads[first["tid"]] == (first["pid"], "replays")
     assert threads[third["tid"]] == (third["pid"], "main")
 
@@ -58,17 +51,14 @@ def test_the_file_is_complete_after_every_write(tmp_path: Path) -> None:
     assert len(events(trace.path)) == 19
 
 
-def test_recording_stops_at_the_limit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recording_stops_at_the_limit(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagrl.telemetry.trace.MAX_EVENTS", 3)
     with TraceWriter(tmp_path / "trace.json") as trace:
         for number in range(6):
             trace.write([TraceEvent("event", "test", number, 1)])
     assert len(events(trace.path)) == 3
-    assert [record.message for record in caplog.records if record.name == "dagrl.telemetry.trace"] == [
-        f"the trace {trace.path} is full; later events are not recorded"
-    ]
+    (message,) = (record.message for record in caplog.records if record.name == "dagrl.telemetry.trace")
+    assert message == f"the trace {trace.path} is full; later events are not recorded"
 
 
 @pytest.mark.parametrize("room", [0, 150])
@@ -99,11 +89,8 @@ def test_threads_may_write_concurrently(tmp_path: Path) -> None:
             for number in range(200):
                 trace.write([TraceEvent("event", "test", number, 1, f"worker {worker}")])
 
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
     assert len(events(trace.path)) == 800
 
 

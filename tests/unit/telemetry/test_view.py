@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -40,7 +41,13 @@ def add_others(run: Path, step: int) -> None:
         {**sample_row(step, place, 0.0), "split": split, "dropped": dropped, "valid": not dropped, "train_logprobs": None}
         for place, split, dropped in ((1, "validation", ""), (3, "train", "zero_variance"))
     ]
-    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=step).write(step, table_of(rows), OTHER)
+    write_rows(run, *rows, step=step, kind=OTHER)
+
+
+def write_rows(run: Path, *rows: dict[str, Any], step: int = 3, **options: Any) -> None:
+    """Writes these samples of a step, in place of those that it had."""
+    files = RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=step)
+    files.write(step, table_of([{**sample_row(step, 0, 0.0), **row} for row in rows]), **options)
 
 
 def test_other_samples_follow_those_that_were_trained_on(tmp_path: Path) -> None:
@@ -48,11 +55,8 @@ def test_other_samples_follow_those_that_were_trained_on(tmp_path: Path) -> None
     add_others(run, 2)
     view = RunView(run)
     assert [line["row"] for line in view.samples(2)] == [0, 1, 2, 3, 4, 5]
-    assert [(line["split"], line["dropped"]) for line in view.samples(2)[3:]] == [
-        ("train", ""),
-        ("validation", ""),
-        ("train", "zero_variance"),
-    ]
+    kinds = [(line["split"], line["dropped"]) for line in view.samples(2)[3:]]
+    assert kinds == [("train", ""), ("validation", ""), ("train", "zero_variance")]
     assert view.sample(2, 4)["split"] == "validation" and view.sample(2, 3)["place"] == 3
     assert view.steps()[1]["reward"] == pytest.approx(0.375), "of what was trained on"
 
@@ -76,9 +80,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_browser() -> None:
 
 def test_images_of_samples_are_served(tmp_path: Path) -> None:
     run, name = make_run(tmp_path, "run"), "00000000000000ff"
-    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=3).write(
-        3, table_of([{**sample_row(3, 0, 0.0), "media": [name]}])
-    )
+    write_rows(run, {"media": [name]})
     (run / "media").mkdir()
     (tmp_path / "cat.png").write_bytes(b"\x89PNG")
     (run / "media" / name).symlink_to(tmp_path / "cat.png")
@@ -97,8 +99,7 @@ def test_an_exported_page_has_the_images_of_its_samples(tmp_path: Path) -> None:
     from PIL import Image
 
     run, names = make_run(tmp_path, "run"), [f"{number:016x}" for number in (1, 2, 3)]
-    rows = [{**sample_row(3, 0, 0.0), "media": names}]
-    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=3).write(3, table_of(rows))
+    write_rows(run, {"media": names})
     (run / "media").mkdir()
     (run / "media" / names[0]).write_bytes(b"\x89PNG")
     noise = np.random.default_rng(0).integers(0, 255, (600, 1200, 3), np.uint8)
@@ -117,29 +118,19 @@ def test_an_exported_page_has_the_images_of_its_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placeholder", ["<|image_pad|>", "[IMG]"])
 def test_the_tokens_of_an_image_are_one_with_their_number(placeholder: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
-    row = {**sample_row(3, 0, 0.0), "prompt": f"user <s>{placeholder * 768}</s> what? {placeholder * 2}"}
-    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=3).write(3, table_of([row]))
+    write_rows(run, {"prompt": f"user <s>{placeholder * 768}</s> what? {placeholder * 2}"})
     expected = f"user <s>{placeholder} \u00d7 768</s> what? {placeholder * 2}"
     assert RunView(run).samples(3)[0]["prompt"] == RunView(run).sample(3, 0)["prompt"] == expected
 
 
-@pytest.mark.parametrize(
-    "path, status",
-    [("api/sample?run=0&step=9&row=0", 404), ("api/sample?run=7", 404), ("api/steps?run=x", 404), ("etc", 404)],
-)
-def test_unknown_paths_are_not_found(path: str, status: int, tmp_path: Path) -> None:
-    with serving([RunView(make_run(tmp_path, "run"))], "127.0.0.1", 0) as address:
-        with pytest.raises(HTTPError) as actual:
-            urlopen(address + path)  # noqa: S310
-        assert actual.value.code == status
-
-
-def test_requests_for_another_host_are_forbidden(tmp_path: Path) -> None:
+def test_unknown_paths_are_not_found_and_other_hosts_are_forbidden(tmp_path: Path) -> None:
     with serving([RunView(make_run(tmp_path, "run"))], "127.0.0.1", 0) as address:
         assert json.load(urlopen(address + "api/runs"))[0]["name"] == "run"  # noqa: S310
-        with pytest.raises(HTTPError) as actual:
+        for path in ("api/sample?run=0&step=9&row=0", "api/sample?run=7", "api/steps?run=x", "etc"):
+            with pytest.raises(HTTPError, match="404"):
+                urlopen(address + path)  # noqa: S310
+        with pytest.raises(HTTPError, match="403"):
             urlopen(Request(address + "api/runs", headers={"Host": "evil.example"}))  # noqa: S310
-        assert actual.value.code == 403
 
 
 @pytest.mark.parametrize(
@@ -153,9 +144,7 @@ def test_requests_for_another_host_are_forbidden(tmp_path: Path) -> None:
         (["run", "--port", "99999"], "port 99999"),
     ],
 )
-def test_invalid_arguments_are_reported(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_reported(arguments: Any, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     make_run(tmp_path, "run")
     for name, text in (("broken", "name: [run"), ("other", "name: run")):
         (tmp_path / name).mkdir()
