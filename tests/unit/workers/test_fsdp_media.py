@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dagrl.bench.image_models import make_image_model
@@ -31,7 +29,6 @@ from dagrl.errors import ConfigError
 from dagrl.run.derive import Derived, derive_from_data
 from dagrl.run.model import load_tokenizer, model_description, token_count, write_random_model
 from dagrl.run.preflight import check_media
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp.architecture import find_class
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
@@ -43,9 +40,10 @@ from dagrl.workers.fsdp.model import HiddenStates
 from dagrl.workers.fsdp.output import base_of
 from dagrl.workers.fsdp.separation import check_separation, unseparated
 from dagrl.workers.train.microbatches import split_batch
-from dagrl.workers.train.row_plans import ParallelRank, SplitRule, plan_rows, prefix_groups
+from dagrl.workers.train.row_plans import SplitRule, plan_rows, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, folder, image, read, truth, turns_of  # noqa: F401
+from tests.unit.workers.test_shared_prefixes import RANK, flash_operator
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_images.yaml"
 ORDER = ["none", "several", "one", "the same twice"]
@@ -59,13 +57,9 @@ SAMPLES = {
     ],
 }
 GROUP = ["none", "one", "one again", "one and another", "none"]
-TEXT = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 32, "pad_token_id": None}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
 RULES = {
     "padded": SplitRule(packed=False, rows=2, tokens=0, by_row=True),
     "packed": SplitRule(packed=True, rows=0, tokens=600, by_row=True),
@@ -76,41 +70,25 @@ RULES = {
 @cache
 def model_of(family: Family) -> Any:
     """Builds a model of a family's shape from a seed."""
-
     processor = processor_of(family)
-    size = len(processor.tokenizer)
-    text = {**TEXT, "vocab_size": size, "head_dim": 32, "pad_token_id": None}
     (image,) = processor.image_token_ids
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
+    text: dict[str, Any] = {**TEXT, "vocab_size": len(processor.tokenizer)}
+    vision: dict[str, Any] = dict(VISION)
     if family.name == "Qwen3-VL":
+        kind, more = "qwen3_vl", {}
         ropes = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
-        deep = {
-            "depth": 2,
-            "patch_size": 4,
-            "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 64,
-        }
-        config = AutoConfig.for_model(
-            "qwen3_vl", text_config={**text, "rope_parameters": ropes}, vision_config=vision | deep, image_token_id=image
-        )
+        text |= {"rope_parameters": ropes}
+        vision |= {"depth": 2, "patch_size": 4, "out_hidden_size": 32}
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
     elif family.name == "Gemma 3":
+        kind, more = "gemma3", {"mm_tokens_per_image": 4}
         text |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32}
-        config = AutoConfig.for_model(
-            "gemma3",
-            text_config=text,
-            vision_config={**vision, "image_size": 16, "patch_size": 4},
-            mm_tokens_per_image=4,
-            image_token_id=image,
-        )
+        vision |= {"image_size": 16, "patch_size": 4}
     else:
-        config = AutoConfig.for_model(
-            "idefics3",
-            text_config={"model_type": "llama", **text},
-            vision_config={**vision, "image_size": 32, "patch_size": 8},
-            scale_factor=2,
-            image_token_id=image,
-        )
+        kind, more = "idefics3", {"scale_factor": 2}
+        text |= {"model_type": "llama"}
+        vision |= {"image_size": 32, "patch_size": 8}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, image_token_id=image, **more)
     torch.manual_seed(3)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
     with torch.no_grad():  # so that images matter
@@ -145,27 +123,10 @@ def expected(family: Family, name: str) -> tuple[Tensor, int]:
     return (losses * mask[1:]).sum(), int(mask.sum())
 
 
-def attention_by_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    _keys: Tensor,
-    _q: int,
-    _k: int,
-    *,
-    scale: float,
-    is_causal: bool,
-    **_: Any,
-) -> tuple[Tensor]:
-    """Stands for the GPU's kernel: [tokens, heads, d], a sequence from each of `starts` to the next."""
-    parts = [
-        scaled_dot_product_attention(
-            *(states[begin:end].transpose(0, 1) for states in (q, k, v)), is_causal=is_causal, scale=scale, enable_gqa=True
-        ).transpose(0, 1)
-        for begin, end in pairwise(starts.tolist())
-    ]
-    return (torch.cat([*parts, torch.zeros_like(q[int(starts[-1]) :])]),)
+def inputs_of(row: Demonstration) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens, positions and image ids [1, tokens] of a row with images."""
+    assert row.media is not None
+    return torch.from_numpy(row.tokens)[None], torch.arange(len(row))[None], torch.from_numpy(row.media.tokens)[None]
 
 
 @pytest.mark.parametrize(
@@ -188,16 +149,15 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
 
     The samples of a prompt share it, with its image, and one of them has an image of its own.
     """
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attention_by_sequence)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_operator)
     names = GROUP if rule == "shared" else ORDER
     model, rows = deepcopy(model_of(family)), rows_of(family, folder, names)
     model.set_attn_implementation(attention)
     root = root_of(family, model, rows)
-    rank = ParallelRank(ParallelLayout(), ParallelLayout().coordinates(0), None, None, torch.device("cpu"))
     batch = collate(rows, media=True)
     model.zero_grad()
     loss = torch.zeros(())
-    cut = split_batch(batch, RULES[rule], rank)
+    cut = split_batch(batch, RULES[rule], RANK)
     assert (sum(cut.saved) > 0.3 * batch["lengths"].sum()) == (rule == "shared")
     for item in cut.items:
         hidden = root(item.tokens, item.positions, item.segments, None, item.media)
@@ -215,9 +175,7 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(
     torch.testing.assert_close(loss / count, whole / count, atol=1e-5, rtol=1e-5)
     for name, one in plain.named_parameters():
         if one.grad is not None:
-            torch.testing.assert_close(
-                gradients[name], one.grad, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(gradients[name], one.grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
@@ -241,17 +199,15 @@ def test_a_microbatch_without_images_runs_the_tower_for_nothing(family: Family, 
 def test_a_sampled_placeholder_is_a_token_of_text(family: Family, folder: Path) -> None:  # noqa: F811
     """With the embedding of another token it gives what that one gives. transformers would want a further image."""
     model, (row,) = deepcopy(model_of(family)), rows_of(family, folder, ["one"])
-    assert row.media is not None
     root = root_of(family, model, [row])
     (placeholder,) = processor_of(family).image_token_ids
     other = int(row.tokens[-2])
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
         embedding[placeholder] = embedding[other]
-    tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
+    tokens, positions, ids = inputs_of(row)
     sampled = torch.where((tokens == other) & (ids == 0), placeholder, tokens)
     assert (sampled != tokens).any()
-    positions = torch.arange(len(row))[None]
     torch.testing.assert_close(root(sampled, positions, media=ids), root(tokens, positions, media=ids))
 
 
@@ -266,15 +222,12 @@ def test_images_are_processed_once_where_the_processor_treats_each_alone(family:
         return open_medium(media[number])
 
     inputs = MediaInputs(base_of(model_of(family)), processor_of(family), open_image)
-    tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
-    found = [inputs.arguments(tokens, torch.arange(len(row))[None], ids) for _ in range(3)]
+    found = [inputs.arguments(*inputs_of(row)) for _ in range(3)]
     whole = processor_of(family)(images=[[open_medium(one) for one in row.media.items]], return_tensors="pt")
     for arguments in found:
         torch.testing.assert_close(arguments["pixel_values"], whole["pixel_values"], atol=0, rtol=0)
-    again = (
-        2 * len(media) if family.name == "Idefics3" else 0
-    )  # it puts the tiles of a row's images in a dimension of their own
-    assert len(opened) == 2 * len(media) + again
+    alone = family.name != "Idefics3"  # which puts the tiles of a row's images in a dimension of their own
+    assert len(opened) == (2 if alone else 4) * len(media)
 
 
 def test_an_image_of_several_sequences_is_computed_once(folder: Path) -> None:  # noqa: F811
@@ -298,8 +251,6 @@ def test_an_image_of_several_sequences_is_computed_once(folder: Path) -> None:  
 
 def test_packed_rows_with_equal_images_stay_together() -> None:
     """Each row is in one microbatch, and these have fewer different images than without groups."""
-    place = ParallelLayout().coordinates(0)
-    rank = ParallelRank(ParallelLayout(), place, None, None, torch.device("cpu"))
     images, lengths = np.repeat(np.arange(4), 8), np.random.default_rng(0).integers(60, 140, 32)  # 0: none
     media = np.zeros((32, 140), np.int64)
     media[:, 1] = -images
@@ -308,7 +259,7 @@ def test_packed_rows_with_equal_images_stay_together() -> None:
     def different(batch: Batch) -> int:
         plans = [
             [piece.row for row in plan for piece in row if piece.row >= 0]
-            for plan in plan_rows(batch, RULES["packed"], rank)
+            for plan in plan_rows(batch, RULES["packed"], RANK)
         ]
         assert sorted(row for plan in plans for row in plan) == list(range(32))
         assert all(lengths[plan].sum() <= RULES["packed"].tokens for plan in plans)
@@ -385,50 +336,40 @@ def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -
     for adapter in held.values():
         torch.nn.init.normal_(adapter.factors[1], generator=torch.Generator().manual_seed(1))
     (row,) = rows_of(family, folder, ["several"])
-    assert row.media is not None
-    root = root_of(family, model, [row])
-    tokens, ids = torch.from_numpy(row.tokens)[None], torch.from_numpy(row.media.tokens)[None]
-    found = model.get_output_embeddings()(root(tokens, torch.arange(len(row))[None], media=ids))
+    tokens, positions, ids = inputs_of(row)
+    found = model.get_output_embeddings()(root_of(family, model, [row])(tokens, positions, media=ids))
     turns = [turns_of(family, CONVERSATIONS["several"])]
     inputs = processor_of(family).apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
     torch.testing.assert_close(found, model(**inputs).logits, atol=1e-4, rtol=1e-4)
     assert (found - model_of(family)(**inputs).logits).abs().max() > 0.01
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "reward models": ({"algorithm": "reward_model"}, "critics and reward models read texts alone"),
-    "tensor parallelism": ({"policy": {"fsdp_cfg": {"tensor_parallel_size": 2}}}, "their model is not split"),
-    "Megatron": ({"policy": {"backend": "megatron"}}, "Megatron workers take text alone; set policy.backend=fsdp"),
-    "Gemma 3 in vLLM on CPUs": (
-        {
-            "algorithm": "grpo",
-            "policy": {"generation": {"max_new_tokens": 4}},
-            "cluster": {"num_gpus": 0},
-            "reward": {"function": "dagrl.rl.rewards:exact_match"},
-        },
-        "in models of type 'gemma3' the tokens of an image see each other, which vLLM's attention on CPUs does not do",
-    ),
-}
+GRPO: dict[str, Any] = {"algorithm": "grpo", "policy": {"generation": {"max_new_tokens": 4}}}
+GRPO |= {"reward": {"function": "dagrl.rl.rewards:exact_match"}}
+SEEN = "in models of type 'gemma3' the tokens of an image see each other, which vLLM's attention on CPUs does not do"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_runs_that_do_not_take_images_refuse_them(name: str) -> None:
-    keys, expected = REFUSED[name]
-    policy = {"backend": "fsdp", **keys.get("policy", {})}
-    given = {"name": "run", "algorithm": "sft", "data": {}, **keys, "policy": policy}
-    config = Config.model_validate(given)
-    with pytest.raises(ConfigError, match=f"the run has images, but {expected}"):
-        check_media(config, RunPlan.of(config), {"model_type": "gemma3"})
-
-
-def test_a_teacher_that_reads_text_alone_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"algorithm": "reward_model"}, "critics and reward models read texts alone"),
+        ({"policy": {"fsdp_cfg": {"tensor_parallel_size": 2}}}, "their model is not split"),
+        ({"policy": {"backend": "megatron"}}, "Megatron workers take text alone; set policy.backend=fsdp"),
+        ({**GRPO, "cluster": {"num_gpus": 0}}, SEEN),
+        ({**GRPO, "models": {"teacher": {"backend": "fsdp"}}}, "the teacher reads text alone"),
+    ],
+    ids=["reward models", "tensor parallelism", "Megatron", "Gemma 3 in vLLM on CPUs", "a teacher"],
+)
+def test_runs_that_do_not_take_images_refuse_them(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    policy = {"backend": "fsdp", "generation": {"max_new_tokens": 4}}
-    teacher = {"model_name": str(tmp_path), "backend": "fsdp"}
-    given = {"name": "run", "algorithm": "grpo", "data": {}, "policy": policy, "models": {"teacher": teacher}}
-    config = Config.model_validate({**given, "reward": {"function": "dagrl.rl.rewards:exact_match"}})
-    with pytest.raises(ConfigError, match="the run has images, but the teacher reads text alone"):
-        check_media(config, RunPlan.of(config), {"model_type": "qwen3_vl", "vision_config": {}})
+    given = {"name": "run", "algorithm": "sft", "data": {}, **keys}
+    given |= {"policy": {"backend": "fsdp", **keys.get("policy", {})}}
+    for teacher in keys.get("models", {}).values():
+        teacher["model_name"] = str(tmp_path)
+    config = Config.model_validate(given)
+    model = {"model_type": "qwen3_vl", "vision_config": {}} if "models" in keys else {"model_type": "gemma3"}
+    with pytest.raises(ConfigError, match=f"the run has images, but {expected}"):
+        check_media(config, RunPlan.of(config), model)
 
 
 def test_rows_with_other_images_share_no_prefix(folder: Path) -> None:  # noqa: F811
