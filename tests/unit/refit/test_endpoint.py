@@ -5,7 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from queue import Queue
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,17 +153,10 @@ def test_a_bucket_is_packed_while_the_previous_one_is_sent() -> None:
     events: list[str] = []
 
     class Channel(MemoryChannel):
-        def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
+        def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Any:
             number = sum(event.startswith("post") for event in events)
             events.append(f"post {number}")
-            return [Travelling(number)]
-
-    class Travelling(Done):
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def wait(self) -> None:
-            events.append(f"wait {self.number}")
+            return [Mock(wait=lambda: events.append(f"wait {number}"))]
 
     plan = plan_of(*columns(), bucket_bytes=64)
     bound = RefitRounds(plan.for_rank(0), {"s": source()}, Channel(0, 2, {}))
@@ -341,7 +337,7 @@ def test_a_finished_part_releases_memory_and_votes(wait: bool) -> None:
 
 
 class RecordingChannel(MemoryChannel):
-    """Records votes and aborts; `release` raises `at_release`."""
+    """Records what it is told; `release` raises `at_release`."""
 
     def __init__(self, rank: int, size: int, queues: Queues) -> None:
         super().__init__(rank, size, queues)
@@ -359,33 +355,25 @@ class RecordingChannel(MemoryChannel):
             raise self.at_release
         self.told.append(("release", ""))
 
-
-class GuardedChannel(MemoryChannel):
-    """Records which messages were posted inside `guarded`."""
-
-    def __init__(self, rank: int, size: int, queues: Queues) -> None:
-        super().__init__(rank, size, queues)
-        self.inside, self.posted = False, list[bool]()
-
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        self.inside = True
+        self.told.append(("guarded", ""))
         yield
-        self.inside = False
+        self.told.append(("unguarded", ""))
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
-        self.posted.append(self.inside)
+        self.told.append(("post", ""))
         return super().exchange(sends, receives)
 
 
 def test_rounds_run_inside_the_deadline() -> None:
     """A stuck GPU also blocks launches and stream waits on the host. The header is a single message."""
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
-    channel = GuardedChannel(0, 2, queues)
+    channel = RecordingChannel(0, 2, queues)
     sender = RefitSender(plan_of(matrix()).for_rank(0), {"s": source()}, channel)
     for version in (1, 2):
         sender.send(version)
-    assert channel.posted == [False, True] * 2
+    assert [told for told, _ in channel.told] == ["post", "guarded", "post", "unguarded"] * 2
 
 
 def test_reports_merge() -> None:
@@ -396,14 +384,10 @@ def test_reports_merge() -> None:
         merge_reports([parts[0], RefitReport(4, 0, 0, 0.0)])
 
 
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="cupy is installed")
 def test_an_nccl_channel_without_cupy_names_the_extra() -> None:
-    try:
-        import cupy  # noqa: F401
-    except ImportError:
-        with pytest.raises(MissingDependencyError, match=r"dagrl\[cu13\]"):
-            open_channel(ChannelSpec("nccl", "127.0.0.1:1", 0, 1))
-    else:
-        pytest.skip("cupy is installed")
+    with pytest.raises(MissingDependencyError, match=r"dagrl\[cu13\]"):
+        open_channel(ChannelSpec("nccl", "127.0.0.1:1", 0, 1))
 
 
 FP8 = torch.float8_e4m3fn

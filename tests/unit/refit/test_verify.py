@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +32,26 @@ from tests.unit.refit.test_plan import held
 
 
 class FlippingChannel(MemoryChannel):
-    """Changes one bit of the `at`-th byte of the first message of at least `least` bytes that it sends."""
+    """Changes one bit of the `at`-th byte of the first `flips` messages of at least 32 bytes that rank `sender` sends."""
 
-    least, at, flipped = 32, 17, False
+    at, flips, sender = 17, 1, 0
 
     def send(self, tensor: Tensor, peer: int) -> Done:
-        if not type(self).flipped and tensor.nbytes >= self.least and tensor.dtype == torch.uint8:
-            type(self).flipped = True
+        if self.spec.rank == self.sender and type(self).flips and tensor.nbytes >= 32 and tensor.dtype == torch.uint8:
+            type(self).flips -= 1
             tensor = tensor.clone()
             tensor[self.at] ^= 4
         return super().send(tensor, peer)
+
+
+@pytest.fixture
+def flipping() -> type[FlippingChannel]:
+    """A channel of its own, of which no message was changed."""
+
+    class Channel(FlippingChannel):
+        pass
+
+    return Channel
 
 
 def two_parameters(bucket_bytes: int, direct_bytes: int = DIRECT_BYTES) -> tuple[RefitPlan, list[dict[str, Tensor]]]:
@@ -54,33 +64,21 @@ def two_parameters(bucket_bytes: int, direct_bytes: int = DIRECT_BYTES) -> tuple
 
 @pytest.mark.parametrize("bucket_bytes", [64, 200, 1 << 20])
 @pytest.mark.parametrize("direct_bytes", [1, 150, DIRECT_BYTES], ids=["all direct", "q direct", "one message"])
-def test_one_flipped_bit_is_found(bucket_bytes: int, direct_bytes: int) -> None:
-    FlippingChannel.flipped = False
+def test_one_flipped_bit_is_found(bucket_bytes: int, direct_bytes: int, flipping: type[FlippingChannel]) -> None:
     plan, tensors = two_parameters(bucket_bytes, direct_bytes)
     with pytest.raises(RunError, match=r"refit to version 7: parameter '[pq]' .* differs from what rank 0 sent"):
-        run_refit(plan, tensors, 7, "checksum", FlippingChannel)
-    assert FlippingChannel.flipped
-    run_refit(plan, tensors, 8, "checksum", FlippingChannel)  # the next complete refit succeeds
+        run_refit(plan, tensors, 7, "checksum", flipping)
+    assert not flipping.flips
+    run_refit(plan, tensors, 8, "checksum", flipping)  # the next complete refit succeeds
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
-    FlippingChannel.flipped = False
-    run_refit(plan, tensors, 9, "off", FlippingChannel)  # without verification it is not found
+    flipping.flips = 1
+    run_refit(plan, tensors, 9, "off", flipping)  # without verification it is not found
     assert not (torch.equal(torch.cat(list(tensors[1]["t"]), 1), tensors[0]["t"]) and tensors[1]["u"].equal(tensors[0]["u"]))
 
 
-class SpoilingChannel(MemoryChannel):
-    """Changes one bit of each of the first two buckets that rank 1 sends."""
-
-    spoiled = 0
-
-    def send(self, tensor: Tensor, peer: int) -> Done:
-        if self.spec.rank == 1 and tensor.dtype == torch.uint8 and self.spoiled < 2:
-            self.spoiled += 1
-            tensor = tensor.clone()
-            tensor[3] ^= 4
-        return super().send(tensor, peer)
-
-
-def test_the_first_difference_is_named_and_the_others_counted() -> None:
+def test_the_first_difference_is_named_and_the_others_counted(flipping: type[FlippingChannel]) -> None:
+    """Of the first two buckets that rank 1 sends."""
+    flipping.flips, flipping.sender = 2, 1
     box = ((0, 6), (0, 10))
     held = [WeightSlice(name, box, name, box) for name in "abcqr"]
     plan = plan_refit([held[:3], held[3:]], [held], dtype="float32", bucket_bytes=240)
@@ -88,7 +86,7 @@ def test_the_first_difference_is_named_and_the_others_counted() -> None:
     tensors = [weights, weights, {name: torch.zeros(6, 10) for name in weights}]
     assert plan.buckets[0].source == 0 and len(plan.buckets) == 5
     with pytest.raises(RunError, match=r"parameter 'q' .* in tensor 'q' differs from what rank 1 sent, and 1 more parts;"):
-        run_refit(plan, tensors, 1, "checksum", SpoilingChannel)
+        run_refit(plan, tensors, 1, "checksum", flipping)
 
 
 def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
@@ -100,12 +98,11 @@ def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
     assert as_bytes(one).data_ptr() == one.data_ptr()
 
 
-def test_the_channel_stays_usable_after_a_difference() -> None:
+def test_the_channel_stays_usable_after_a_difference(flipping: type[FlippingChannel]) -> None:
     """No message of the failed refit is left in the channel for the next."""
-    FlippingChannel.flipped = False
     plan, tensors = two_parameters(64)
     assert len(plan.buckets) > 2
-    ends = Pair(plan, *tensors, "checksum", (FlippingChannel, MemoryChannel))
+    ends = Pair(plan, *tensors, "checksum", (flipping, MemoryChannel))
     with pytest.raises(RunError, match="differs from what rank 0 sent"):
         ends.refit(1)
     ends.refit(2)
@@ -158,23 +155,16 @@ def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         ends.refit(3)
 
 
-def test_fp8_and_its_scales_are_verified() -> None:
-    target = WeightSlice(
-        "p", ((0, 256), (0, 128)), "t", ((0, 256), (0, 128)), "float8_e4m3fn", Scales("s", ((0, 2), (0, 1)))
-    )
-    plan = plan_refit([[held(((0, 256), (0, 128)))]], [[target]], dtype="bfloat16")
-    tensors = [
-        {"t": torch.randn(256, 128).bfloat16()},
-        {"t": torch.zeros(256, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(2, 1)},
-    ]
+def test_fp8_and_its_scales_are_verified(flipping: type[FlippingChannel]) -> None:
+    box = ((0, 256), (0, 128))
+    target = WeightSlice("p", box, "t", box, "float8_e4m3fn", Scales("s", ((0, 2), (0, 1))))
+    plan = plan_refit([[held(box)]], [[target]], dtype="bfloat16")
+    received = {"t": torch.zeros(256, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(2, 1)}
+    tensors = [{"t": torch.randn(256, 128).bfloat16()}, received]
     run_refit(plan, tensors, 1, "checksum")
-    FlippingChannel.flipped = False
-    FlippingChannel.at, kept = 256 * 128 + 1, FlippingChannel.at  # a byte of the first scale
-    try:
-        with pytest.raises(RunError, match="parameter 'p'"):
-            run_refit(plan, tensors, 2, "checksum", FlippingChannel)
-    finally:
-        FlippingChannel.at = kept
+    flipping.at = 256 * 128 + 1  # a byte of the first scale
+    with pytest.raises(RunError, match="parameter 'p'"):
+        run_refit(plan, tensors, 2, "checksum", flipping)
 
 
 @pytest.mark.parametrize(("sends", "receives"), [("off", "checksum"), ("checksum", "off")])
@@ -243,9 +233,7 @@ def test_checksums_detect_single_bytes(size: int) -> None:
 
 SENDERS = 1
 Fate = Literal["completes", "refuses", "raises", "dies before its vote", "dies after its vote"]
-FATES = st.just("completes") | st.sampled_from(
-    ["completes", "refuses", "raises", "dies before its vote", "dies after its vote"]
-)
+FATES = st.just("completes") | st.sampled_from(get_args(Fate))
 NOT_VOTING = {"refuses", "raises", "dies before its vote"}
 
 

@@ -2,13 +2,14 @@
 
 import re
 import threading
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-d
 
 from dagrl.config import Config as Settings
 from dagrl.errors import ConfigError, RunError
-from dagrl.machine import VISIBLE, device_index
+from dagrl.machine import VISIBLE
 from dagrl.rl.generation import Generated, checksum
 from dagrl.rl.routed_experts import MISSING, Record, RoutedLayers
 from dagrl.workers.megatron import MegatronWorker, cpu
@@ -34,14 +35,6 @@ from tests.unit.refit.fp8_reference import is_quantized, quantized, random_weigh
 from tests.unit.refit.test_bad_input import BLOCKS, engine_config
 from tests.unit.refit.weight_reference import Config, hf_weights, model_config
 from tests.unit.workers.vllm_double import AsyncEngineDouble, state_of, states_of
-
-
-@pytest.mark.parametrize(
-    ("assigned", "visible", "index"),
-    [([], None, None), (["5"], None, 5), (["5"], "4,5", 1), (["0"], "", 0), (["GPU-b"], "GPU-a,GPU-b", 1)],
-)
-def test_index_of_the_assigned_gpu(assigned: list[str], visible: str | None, index: int | None) -> None:
-    assert device_index(assigned, visible) == index
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "0,1,2"), ({VISIBLE: ""}, "0,1,2"), ({VISIBLE: "1"}, "1")])
@@ -140,10 +133,8 @@ def test_all_ranks_name_the_request_they_disagree_on(one: list[int], other: list
 
 def test_waiting_for_a_rank_that_runs_on_ends_at_the_deadline() -> None:
     waited, ran_on = outcomes([(2, [7])], [], timeout_s=0.2)
-    assert (
-        "requests [7] ended on rank 0 in engine step 2, but not on all other ranks within timeouts.collective_s = 0.2 s"
-        in waited
-    )
+    said = "requests [7] ended on rank 0 in engine step 2, but not on all other ranks within timeouts.collective_s = 0.2 s"
+    assert said in waited
     assert not ran_on
 
 
@@ -158,13 +149,9 @@ class RunnerDouble:
         self.input_batch: Any = None
         router = SimpleNamespace(set_capture_fn=lambda function: setattr(self, "told", function))
         layer = torch.nn.Linear(1, 1)
-        object.__setattr__(layer, "router", router)
-        object.__setattr__(layer, "layer_id", 0)
-        object.__setattr__(layer, "_quant_method", SimpleNamespace(is_monolithic=False))
-        caches = SimpleNamespace(block_size=BLOCK)
-        recorder.attach(
-            layer, SimpleNamespace(cache_config=caches, scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
-        )
+        vars(layer).update(router=router, layer_id=0, _quant_method=SimpleNamespace(is_monolithic=False))
+        caches, scheduler = SimpleNamespace(block_size=BLOCK), SimpleNamespace(max_num_batched_tokens=64)
+        recorder.attach(layer, SimpleNamespace(cache_config=caches, scheduler_config=scheduler))
         recorder.cache_holds(16)
 
     def step(self, **spans: tuple[int, int]) -> dict[str, list[int]]:
@@ -180,12 +167,16 @@ class RunnerDouble:
         return made
 
 
+@pytest.fixture
+def recorder() -> ExpertRecorder:
+    return ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+
+
 def ids(record: Record) -> list[int]:
     return record[:, 0].tolist()
 
 
-def test_rows_are_attributed_to_their_requests() -> None:
-    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+def test_rows_are_attributed_to_their_requests(recorder: ExpertRecorder) -> None:
     runner = RunnerDouble(recorder)
     recorder.follow("a", [5, 6, 7], 0)
     first = runner.step(a=(0, 3))
@@ -198,8 +189,7 @@ def test_rows_are_attributed_to_their_requests() -> None:
     assert ids(recorder.take("b", [30, 31])) == second["b"] + third["b"]
 
 
-def test_cached_blocks_have_the_record_of_the_request_that_computed_them() -> None:
-    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+def test_cached_blocks_have_the_record_of_the_request_that_computed_them(recorder: ExpertRecorder) -> None:
     runner = RunnerDouble(recorder)
     prompt = [5, 6, 7, 8, 9, 10]
     recorder.follow("a", prompt, 0)
@@ -217,8 +207,7 @@ def test_cached_blocks_have_the_record_of_the_request_that_computed_them() -> No
     assert ids(recorder.take("next turn", [50])) == computed + made + last["next turn"]
 
 
-def test_a_prefix_cache_that_was_emptied_is_not_used() -> None:
-    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
+def test_a_prefix_cache_that_was_emptied_is_not_used(recorder: ExpertRecorder) -> None:
     runner = RunnerDouble(recorder)
     recorder.follow("a", [5, 6, 7, 8, 9], 0)
     runner.step(a=(0, 5))
@@ -228,9 +217,8 @@ def test_a_prefix_cache_that_was_emptied_is_not_used() -> None:
     assert ids(recorder.take("b", [20])) == [MISSING] * 4 + rest
 
 
-def test_tokens_computed_again_keep_their_first_record() -> None:
+def test_tokens_computed_again_keep_their_first_record(recorder: ExpertRecorder) -> None:
     """A preempted request starts again; its first tokens were sampled from the first run."""
-    recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
     runner = RunnerDouble(recorder)
     recorder.follow("a", [5, 6], 0)
     first = runner.step(a=(0, 2))["a"]
@@ -254,17 +242,14 @@ def test_only_linear_layers_are_quantized_while_loading(kind: str) -> None:
     config = config_of(kind)
     weights = random_weights(config, torch.bfloat16)
     names = {name for name, tensor in weights.items() if is_quantized(name, tensor)}
-    given = list(quantize_checkpoint(iter(weights.items()), names, torch.device("cpu")))
-    expected: list[tuple[str, torch.Tensor]] = []
+    given = quantize_checkpoint(iter(weights.items()), names, torch.device("cpu"))
     for name, tensor in weights.items():
-        if name in names:
-            fp8, scales = quantized(tensor)
-            expected += [(name, fp8), (f"{name}_scale_inv", scales)]
-        else:
-            expected.append((name, tensor))
-    assert [name for name, _ in given] == [name for name, _ in expected]
-    for (name, found), (_, wanted) in zip(given, expected, strict=True):
-        assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float()), name
+        parts = zip((name, f"{name}_scale_inv"), quantized(tensor), strict=True) if name in names else [(name, tensor)]
+        for expected, wanted in parts:
+            found_name, found = next(given)
+            assert found_name == expected
+            assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float()), name
+    assert not list(given)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,9 +309,8 @@ def rows(made: Generated) -> list[tuple[int, int]]:
 
 def test_a_step_stays_in_flight_between_quanta(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
     made = engine.run(asked(r1=3, r2=5, r3=9), 5)
-    assert (made.engine_steps, rows(made), len(vllm.batch_queue)) == (5, [(1, 3)], 1), (
-        "the fifth step returns its tokens later"
-    )
+    assert (made.engine_steps, rows(made)) == (5, [(1, 3)])
+    assert len(vllm.batch_queue) == 1, "the fifth step returns its tokens later"
     assert rows(engine.run([], 1)) == [(2, 5)]
     assert rows(engine.run([], 100)) == [(3, 9)]
     assert not vllm.batch_queue, "no step stays in flight after the last request"
@@ -464,28 +448,16 @@ def test_a_request_that_vllm_loses_raises(engine: QuantumEngine, vllm: AsyncEngi
         engine.run(asked(r7=3), 100)
 
 
-class Logprobs(NamedTuple):
-    """The fields of vLLM's `LogprobsLists`."""
-
-    logprob_token_ids: np.ndarray[Any, Any]
-    logprobs: np.ndarray[Any, Any]
-    sampled_token_ranks: np.ndarray[Any, Any]
-    cu_num_generated_tokens: list[int] | None = None
+Logprobs = namedtuple(  # the fields of vLLM's `LogprobsLists`
+    "Logprobs", "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens", defaults=[None]
+)
 
 
 @dataclass
 class Output:
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
-    logprobs: Logprobs | None
-
-
-class Replayed:
-    def __init__(self, *arrays: np.ndarray[Any, Any]) -> None:
-        self._arrays = list(arrays)
-
-    def arrays(self) -> list[np.ndarray[Any, Any]]:
-        return self._arrays
+    logprobs: Any
 
 
 def test_replayed_steps_join_like_others() -> None:
@@ -495,7 +467,8 @@ def test_replayed_steps_join_like_others() -> None:
         Output(["a", "b", "c"], row[:, None].tolist(), Logprobs(row[:, None], logprobs[step][:, None], row))
         for step, row in enumerate(tokens)
     ]
-    found: Any = _joined(steps[:1], Replayed(tokens[1:], logprobs[1:]))  # type: ignore[arg-type]
+    replayed: Any = SimpleNamespace(arrays=lambda: [tokens[1:], logprobs[1:]])
+    found: Any = _joined(steps[:1], replayed)
     expected: Any = _joined(steps, None)
     assert found.sampled_token_ids == expected.sampled_token_ids == tokens.T.tolist()
     assert found.logprobs.cu_num_generated_tokens == [0, 4, 8, 12] == expected.logprobs.cu_num_generated_tokens
@@ -533,19 +506,13 @@ def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp
     assert cpu.os.environ["CUDNN_HOME"] == str(tmp_path)
 
 
-def deterministic_config(tmp_path: Path, deterministic: bool, gpus: int) -> Settings:
-    made = make_config(tmp_path)
-    policy = made.policy.model_copy(update={"deterministic": deterministic})
-    return made.model_copy(update={"policy": policy, "cluster": made.cluster.model_copy(update={"gpus_per_worker": gpus})})
-
-
 @pytest.mark.parametrize(("on", "gpus"), [(False, 1), (True, 1), (False, 0), (True, 0)])
 def test_deterministic_runs_set_environment_variables(
     on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads of a CPU share a sequence by what else is in the batch, so there is one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    made = deterministic_config(tmp_path, on, gpus)
+    made = make_config(tmp_path).with_keys({"policy.deterministic": on, "cluster.gpus_per_worker": gpus})
     generation, train = vllm_environment(made), MegatronWorker.environment(made)
     assert ("VLLM_BATCH_INVARIANT" in generation) == bool(on and gpus)
     assert generation["OMP_NUM_THREADS"] == ("1" if on and not gpus else "4")
