@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,19 +60,17 @@ def test_messages_of_any_size_arrive_in_order(link: Link) -> None:
 
 def test_arrays_may_be_kept_and_memory_of_freed_ones_is_reused(link: Link) -> None:
     writer, reader = link
-    kept, addresses = [], []
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: [writer.write(dump(np.full(200_000, number)), PATIENCE_S) for number in range(12)])
-        for number in range(12):
-            array = reader.read(PATIENCE_S)
-            if number < 7:
-                kept.append(array)
-            else:
-                addresses.append(array.__array_interface__["data"])  # type: ignore[attr-defined]
-            del array
-        done.result()
-    assert [set(array.tolist()) for array in kept] == [{number} for number in range(7)]  # type: ignore[attr-defined]
-    assert len(set(addresses)) == 1
+    kept, addresses = [], set()
+    for number in range(12):
+        writer.write(dump(np.full(200_000, number)), PATIENCE_S)
+        array: Any = reader.read(PATIENCE_S)
+        if number < 7:
+            kept.append(array)
+        else:
+            addresses.add(array.__array_interface__["data"])
+        del array
+    assert [set(array.tolist()) for array in kept] == [{number} for number in range(7)]
+    assert len(addresses) == 1
     assert len(reader._pool) == POOL, "what is kept is the keeper's"
 
 
@@ -83,14 +82,12 @@ def test_a_read_that_timed_out_resumes(link: Link) -> None:
     assert reader.read(PATIENCE_S) == "first"
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(writer.write, dump(np.arange(1_000_000)), PATIENCE_S)
-        while True:
-            try:
+        array: Any = None
+        while array is None:
+            with suppress(EdgeTimeoutError):
                 array = reader.read(0.0)
-                break
-            except EdgeTimeoutError:
-                continue
         done.result()
-    np.testing.assert_array_equal(array, np.arange(1_000_000))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(array, np.arange(1_000_000))
 
 
 def test_two_links_written_before_they_are_read_do_not_deadlock() -> None:
@@ -251,19 +248,18 @@ def test_a_stranger_that_sends_slowly_does_not_block_the_reader(link: Link, monk
     writer, reader = link
     monkeypatch.setattr("dagrl.runtime.edges.link._STRANGER_S", 0.3)
     over = threading.Event()
+    stranger = socket.create_connection((writer.address.host, writer.address.port))
 
-    def drip(stranger: socket.socket) -> None:
-        with suppress(OSError):
+    def drip() -> None:
+        with stranger, suppress(OSError):
             while not over.wait(0.1):
                 stranger.send(b"x")
 
-    with socket.create_connection((writer.address.host, writer.address.port)) as stranger:
-        dripping = threading.Thread(target=drip, args=(stranger,))
-        dripping.start()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(drip)
         writer.write(dump("value"), 1.0)
         assert reader.read(5.0) == "value"
         over.set()
-        dripping.join()
 
 
 def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link) -> None:

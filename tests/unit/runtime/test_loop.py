@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from dagrl.errors import RunError
-from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError
 from dagrl.runtime.edges.packet import Header, Packet
@@ -26,6 +25,7 @@ from dagrl.runtime.executors.edge import DRIVER, EdgeReader, EdgeSpec, EdgeWrite
 from dagrl.runtime.executors.loop import LoopNode, _loops, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.graph import Source
+from tests.unit.runtime.test_link import cut
 from tests.unit.runtime.unreadable import Unreadable
 
 PATIENCE_S = 30.0
@@ -142,12 +142,6 @@ def test_closing_an_edge_ends_the_loop_silently(closes: Callable[[Running], None
     with pytest.raises(EdgeClosedError):
         while True:
             running.receive()
-
-
-def cut(end: LinkReader | LinkWriter) -> None:
-    """As when the process at this end is gone."""
-    assert end._socket is not None
-    end._socket.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("lost", ["input", "output"])

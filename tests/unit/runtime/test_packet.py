@@ -7,8 +7,10 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -132,20 +134,8 @@ def test_the_bound_of_arrays_is_close() -> None:
 
 
 def failure(rank: int, characters: int, time_ns: int = 0) -> WorkerFailure:
-    return WorkerFailure(
-        role="train",
-        rank=rank,
-        coordinates=f"dp {rank}, pp 0, tp 0, cp 0",
-        host="host",
-        pid=1000 + rank,
-        phase="train_step",
-        replay=7,
-        node=f"train[{rank}].train_step",
-        kind="raised",
-        message="m" * characters,
-        traceback="é" * characters + "end",
-        time_ns=time_ns or rank,
-    )
+    where = f"dp {rank}, pp 0, tp 0, cp 0", "host", 1000 + rank, "train_step", 7, f"train[{rank}].train_step"
+    return WorkerFailure("train", rank, *where, "raised", "m" * characters, "é" * characters + "end", time_ns or rank)
 
 
 def test_failures_that_fit_stay_whole() -> None:
@@ -169,17 +159,26 @@ def test_failures_fit_their_channel_whatever_its_size(count: int, characters: in
     assert kept[0].traceback.endswith("end") or not kept[0].traceback
 
 
-class Worker:
-    def fails(self, value: object) -> object:
-        raise ValueError("x" * 50_000)
+FIRST = Header("step", 0, False, {"train": 0}, 10.0)
 
+
+class Worker:
     def gives(self, value: object) -> object:
         return value
+
+    def fails(self, value: object) -> object:
+        raise ValueError("x" * 50_000)
 
     def appends(self, value: object, seen: list[object], options: dict[str, list[object]], step: int) -> object:
         seen.append(value)
         options["seen"].append(value)
         return [list(seen), options["seen"], step]
+
+
+def worker_of(rank: int = 0) -> Worker:
+    worker = Worker()
+    install(worker, "train", rank, f"dp {rank}")
+    return worker
 
 
 def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
@@ -196,9 +195,8 @@ def run_reduce(worker: Worker, limit: int, group: list[Packet]) -> Packet:
 def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> None:
     packets = []
     for rank in range(64):
-        worker = Worker()
-        install(worker, "train", rank, f"dp {rank}")
-        packets.append(run_node(worker, call("fails", limit), Packet(Header("step", 0, False, {"train": 0}, 10.0), 1)))
+        worker = worker_of(rank)
+        packets.append(run_node(worker, call("fails", limit), Packet(FIRST, 1)))
     while len(packets) > 1:
         groups = [packets[start : start + 8] for start in range(0, len(packets), 8)]
         packets = [run_reduce(worker, limit, group) for group in groups]
@@ -216,9 +214,7 @@ def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> No
     ids=["too large", "no pickle"],
 )
 def test_a_result_that_cannot_be_sent_is_a_failure_without_it(value: object, words: str) -> None:
-    worker = Worker()
-    install(worker, "train", 0, "dp 0")
-    found = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 10.0), value))
+    found = run_node(worker_of(), call("gives", 8192), Packet(FIRST, value))
     assert found.value is None and words in found.failures[0].message
 
 
@@ -244,23 +240,23 @@ def test_nodes_run_in_the_order_of_tickets_and_places_on_any_thread(seed: int) -
 
     nodes = [(ticket, place) for ticket, count in enumerate(PLACES) for place in range(count)]
     shuffled = [nodes[at] for at in random.permutation(len(nodes))]
-    threads = [threading.Thread(target=node, args=(*item, random.uniform(0, 0.02))) for item in shuffled]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        for done in [pool.submit(node, *item, random.uniform(0, 0.02)) for item in shuffled]:
+            done.result(60.0)
     assert served == nodes
 
 
-@pytest.mark.parametrize(
-    ("ticket", "place", "words"),
-    [(2, 0, "for ticket 2, while ticket 0 is running"), (0, 2, "for ticket 0, while node 0 of it had not ended")],
-)
-def test_a_turn_that_does_not_come_up_is_an_error_by_its_deadline(ticket: int, place: int, words: str) -> None:
+def late(gate: TicketGate, ticket: int, place: int, words: str, timeout_s: float = 0.01) -> None:
+    """A turn that does not come up is an error by its deadline."""
     started = time.monotonic()
     with pytest.raises(DeadlineError, match=words):
-        TicketGate().enter(ticket, place, 0.05)
+        gate.enter(ticket, place, timeout_s)
     assert time.monotonic() - started < 5.0
+
+
+def test_a_turn_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
+    late(TicketGate(), 2, 0, "for ticket 2, while ticket 0 is running")
+    late(TicketGate(), 0, 2, "for ticket 0, while node 0 of it had not ended")
 
 
 def test_a_ticket_that_has_passed_is_an_error() -> None:
@@ -280,8 +276,7 @@ def test_only_a_reset_and_the_node_inside_change_the_turn() -> None:
     gate = TicketGate()
     gate.enter(0, 0, 1.0)
     gate.leave(3, 0, closes=True)
-    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
-        gate.enter(4, 0, 0.01)
+    late(gate, 4, 0, "while ticket 0 is running")
     waiting = threading.Thread(target=gate.enter, args=(6, 0, 10.0))
     waiting.start()
     gate.reset(6)
@@ -295,12 +290,9 @@ def test_only_a_reset_and_the_node_inside_change_the_turn() -> None:
 def test_a_missed_turn_is_skipped_when_its_predecessors_end() -> None:
     gate = TicketGate()
     gate.enter(0, 0, 1.0)
-    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
-        gate.enter(1, 0, 0.01)
-    with pytest.raises(DeadlineError, match="the turn of ticket 1 did not come in time"):  # at once: nothing is left of it
-        gate.enter(1, 1, 600.0)
-    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
-        gate.enter(2, 0, 0.01)
+    late(gate, 1, 0, "while ticket 0 is running")
+    late(gate, 1, 1, "the turn of ticket 1 did not come in time", 600.0)  # at once: nothing is left of it
+    late(gate, 2, 0, "while ticket 0 is running")
     gate.leave(0, 0, closes=True)
     gate.enter(3, 0, 0.1)
 
@@ -308,13 +300,10 @@ def test_a_missed_turn_is_skipped_when_its_predecessors_end() -> None:
 def test_a_missed_place_ends_its_ticket_but_not_the_running_node() -> None:
     gate = TicketGate()
     gate.enter(0, 0, 1.0)
-    with pytest.raises(DeadlineError, match="node 0 of it had not ended"):
-        gate.enter(0, 1, 0.01)
-    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
-        gate.enter(1, 0, 0.01)
+    late(gate, 0, 1, "node 0 of it had not ended")
+    late(gate, 1, 0, "while ticket 0 is running")
     gate.leave(0, 0, closes=False)
-    with pytest.raises(DeadlineError, match="ticket 0 did not come in time"):
-        gate.enter(0, 2, 600.0)
+    late(gate, 0, 2, "ticket 0 did not come in time", 600.0)
     gate.enter(2, 0, 0.1)
 
 
@@ -329,26 +318,14 @@ def test_nodes_that_arrive_in_order_do_not_wait_for_a_lost_one() -> None:
         gate.enter(0, 3, 0.01, in_order=True)
 
 
-class Collective:
-    """A worker with a phase under way that an abort would break."""
-
-    aborted = False
-
-    def step(self, value: object) -> object:
-        return value
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
 def test_a_replay_that_misses_its_turn_does_not_abort_the_running_one() -> None:
-    worker = Collective()
-    install(worker, "train", 0, "dp 0")
+    worker = worker_of()
+    worker.abort = Mock()  # type: ignore[attr-defined]
     gate = state_of(worker).gate
     gate.enter(0, 0, 1.0)
-    late = dataclasses.replace(call("step", 8192), closes_turn=True)
+    late = dataclasses.replace(call("gives", 8192), closes_turn=True)
     failed = run_node(worker, late, Packet(Header("behind", 3, False, {"train": 1}, 0.01), "x"))
-    assert "waited" in failed.failures[0].message and not worker.aborted
+    assert "waited" in failed.failures[0].message and not worker.abort.called  # type: ignore[attr-defined]
     gate.leave(0, 0, closes=True)
     assert run_node(worker, late, Packet(Header("next", 4, False, {"train": 2}, 10.0), "y")).value == "y"
 
@@ -385,8 +362,7 @@ def appends(train: Shard, value):
 
 
 def test_constants_are_each_replays_own() -> None:
-    worker = Worker()
-    install(worker, "train", 0, "dp 0")
+    worker = worker_of()
     graph = appends.trace({"train": Role("train", ParallelLayout(), methods_of(Worker))})
     (node,) = node_calls(graph, GraphLimits(1 << 12, 1 << 20, 1, 1.0, 1.0, 1.0))
     for replay in range(3):

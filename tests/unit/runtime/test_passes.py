@@ -24,14 +24,9 @@ LIMITS = GraphLimits(1 << 16, 1 << 16, 2, 1.0, 1.0, 1.0)
 
 
 class Worker:
-    def rank(self, value: object) -> object:
-        return None
-
-    def total(self, parts: list[object]) -> object:
-        return None
-
-    def both(self, one: object, other: object) -> object:
-        return None
+    def rank(self, value: object) -> object: ...
+    def total(self, parts: list[object]) -> object: ...
+    def both(self, one: object, other: object) -> object: ...
 
 
 @phase
@@ -219,22 +214,23 @@ def test_a_short_list_is_assembled_in_the_driver_in_order(workers: int) -> None:
     assert listed.busy_s == (workers - 1) / 10
 
 
-def test_a_long_list_of_small_items_stays_a_tree() -> None:
-    graph = traced(ranks, DRIVER_PARTS + 1)
-    gathering = Gathering.of(graph, 1 << 20)
-    assert gathering.graph == graph
-    assert gathering.put_together(HEADER, [part([1, 2])]).value == [1, 2]
-
-
-def test_a_long_list_of_large_items_is_assembled_in_the_driver() -> None:
-    gathering = Gathering.of(traced(ranks, 64), LARGE_BYTES + 1)
-    assert len(gathering.graph.outputs) == len(gathering.graph.nodes) == 64
-
-
-def test_reductions_stay_on_the_workers() -> None:
-    gathering = Gathering.of(traced(ranks_and_total, 3), 1 << 20)
+@pytest.mark.parametrize(
+    ("item", "workers", "nbytes", "kinds"),
+    [
+        (ranks, DRIVER_PARTS + 1, 1 << 20, {"call", "collect"}),
+        (ranks, 64, LARGE_BYTES + 1, {"call"}),
+        (ranks_and_total, 3, 1 << 20, {"call", "reduce"}),
+    ],
+    ids=["a long list of small items stays a tree", "large items go to the driver", "reductions stay"],
+)
+def test_only_lists_that_the_driver_assembles_change(item: Phase, workers: int, nbytes: int, kinds: set[str]) -> None:
+    graph = traced(item, workers)
+    gathering = Gathering.of(graph, nbytes)
     gathering.graph.validate()
-    assert [node.kind for node in gathering.graph.nodes] == ["call", "call", "call", "reduce"]
+    assert {node.kind for node in gathering.graph.nodes} == kinds
+    assert (gathering.graph == graph) == ("collect" in kinds)
+    if "collect" in kinds:
+        assert gathering.put_together(HEADER, [part([1, 2])]).value == [1, 2]
 
 
 def test_failures_of_all_items_are_kept_once() -> None:

@@ -6,11 +6,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ray import ObjectRef
 from ray.exceptions import RayChannelError
 
@@ -60,6 +64,7 @@ class Graph:
         self.results: list[Any] = []
         self.gone, self.stays = threading.Event(), True
         self.meet: threading.Barrier | None = None
+        self.executor = 0
         made.append(self)
 
     def submit(self, packet: Packet) -> Packet:
@@ -123,16 +128,31 @@ class Group:
         pass
 
 
+class Executors:
+    """Stands for `executor_of`, whose graphs are `made`, in order. Executors named `fails` compile `first` graphs alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str = "", first: int = 0) -> None:
+        self.made, self.names, self.fails, self.first = list[Graph](), list[str](), fails, first
+        monkeypatch.setattr("dagrl.runtime.schedule.executor_of", self.executor_of)
+
+    def executor_of(self, name: str, engine: str) -> Any:
+        number = len(self.names)
+        self.names.append(name)
+
+        def compile_(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
+            if name == self.fails and len(self.made) >= self.first:
+                raise RuntimeError(f"{name} cannot")
+            made = Graph(graph, limits, self.made)
+            made.executor, made.stays = number, name != "eager"
+            return made
+
+        return compile_
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that were compiled, in order."""
-    graphs: list[Graph] = []
-
-    def executor(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
-        return Graph(graph, limits, graphs)
-
-    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: executor)
-    return graphs
+    return Executors(monkeypatch).made
 
 
 @pytest.fixture
@@ -316,21 +336,13 @@ def test_groups_over_the_same_actors_share_one_order_of_turns(colocated: Schedul
 
 def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Scheduler, made: list[Graph]) -> None:
     """Another thread has seen that the phase is compiled, and waits for the lock meanwhile."""
-    said: list[BaseException] = []
-
-    def send() -> None:
-        try:
-            scheduler.replay(step, batch(8))
-        except BaseException as error:
-            said.append(error)
-
-    with scheduler._lock:
-        thread = threading.Thread(target=send)
-        thread.start()
-        time.sleep(0.1)
-        scheduler._teardown()
-    thread.join(30.0)
-    assert [type(error) for error in said] == [RunError] and "is not compiled" in str(said[0])
+    with ThreadPoolExecutor(1) as pool:
+        with scheduler._lock:
+            sent = pool.submit(scheduler.replay, step, batch(8))
+            time.sleep(0.1)
+            scheduler._teardown()
+        with pytest.raises(RunError, match="is not compiled"):
+            sent.result(30.0)
 
 
 def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
@@ -398,10 +410,7 @@ def test_lengths_may_have_any_integer_dtype(made: list[Graph]) -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "words"),
-    [
-        (Field("int64"), r"`lengths` of its inputs is int64 \[rows, tokens\]"),
-        (Field("float32", "row"), r"float32 \[rows\]; "),
-    ],
+    [(Field("int64"), r"its inputs is int64 \[rows, tokens\]"), (Field("float32", "row"), r"float32 \[rows\]; ")],
 )
 def test_lengths_must_be_one_integer_per_row(lengths: Field, words: str) -> None:
     with pytest.raises(GraphError, match=words):
@@ -410,16 +419,15 @@ def test_lengths_must_be_one_integer_per_row(lengths: Field, words: str) -> None
 
 def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made: list[Graph]) -> None:
     replay = scheduler.replay(other, 1)
-    thread = threading.Thread(target=replay.result)
-    thread.start()
-    time.sleep(0.1)
-    with pytest.raises(DeadlineError):
-        replay.result(timeout_s=0.05)
-    assert thread.is_alive()
-    for graph in made[2:]:
-        graph.results = [1]
-    thread.join(60.0)
-    assert replay.result(timeout_s=0.0) == (1, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(replay.result)
+        time.sleep(0.1)
+        with pytest.raises(DeadlineError):
+            replay.result(timeout_s=0.05)
+        assert not waits.done()
+        for graph in made[2:]:
+            graph.results = [1]
+        assert waits.result(60.0) == replay.result(timeout_s=0.0) == (1, 1)
 
 
 class Counted:
@@ -450,16 +458,13 @@ def test_concurrent_submits_respect_max_in_flight(scheduler: Scheduler, made: li
     """Five look for room while the first is being sent, and is not in flight yet."""
     counted = Counted(made[2])
     made[3].fetch = lambda submitted, timeout_s: Packet(submitted.header, 0)  # type: ignore[method-assign]
-    replays = []
-    threads = [threading.Thread(target=lambda: replays.append(scheduler.replay(other, 1))) for _ in range(6)]
-    threads[0].start()
-    assert counted.sending.wait(60.0)
-    for thread in threads[1:]:
-        thread.start()
-    time.sleep(0.1)
-    counted.go_on.set()
-    for thread in threads:
-        thread.join(60.0)
+    with ThreadPoolExecutor(6) as pool:
+        sent = [pool.submit(scheduler.replay, other, 1)]
+        assert counted.sending.wait(60.0)
+        sent += [pool.submit(scheduler.replay, other, 1) for _ in range(5)]
+        time.sleep(0.1)
+        counted.go_on.set()
+        replays = [one.result(60.0) for one in sent]
     assert counted.most == scheduler.options.max_in_flight == 2
     assert len({replay.number for replay in replays}) == 6 and [replay.result() for replay in replays] == [(1, 0)] * 6
 
@@ -596,19 +601,12 @@ def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -
 
 
 def test_a_partial_compile_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[Graph] = []
-
-    def executor(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
-        if graphs:
-            raise TimeoutError("no free thread")
-        return Graph(graph, limits, graphs)
-
-    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: executor)
+    made = Executors(monkeypatch, fails="compiled", first=1).made
     scheduler = Scheduler([Group()], SchedulerOptions(fallback="error"))  # type: ignore[list-item]
     scheduler.add(other, warmup_value=0)
-    with pytest.raises(RunError, match="'other' could not be compiled: no free thread"):
+    with pytest.raises(RunError, match="'other' could not be compiled: compiled cannot"):
         scheduler.compile()
-    assert [graph.gone.is_set() for graph in graphs] == [True]
+    assert [graph.gone.is_set() for graph in made] == [True]
 
 
 def test_options_reach_graphs_and_replays(made: list[Graph]) -> None:
@@ -657,29 +655,6 @@ def test_a_group_on_the_actors_of_another_cannot_join_later(scheduler: Scheduler
     assert list(scheduler.groups) == ["train"]
 
 
-class Executors:
-    """Stands for `executor_of`; `compiled` and `eager` are those that were made, of which the first cannot compile."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-        self.made, self.fails = list[str](), fails
-        self.compiled: list[tuple[int, str]] = []
-        monkeypatch.setattr("dagrl.runtime.schedule.executor_of", self.make)
-
-    def make(self, name: str, engine: str) -> Any:
-        number = len(self.made)
-        self.made.append(name)
-
-        def compile_(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
-            if name == self.fails:
-                raise RuntimeError(f"{name} cannot")
-            self.compiled.append((number, graph.phase))
-            made = Graph(graph, limits, [])
-            made.stays = name != "eager"
-            return made
-
-        return compile_
-
-
 def two_phases(executor: Any = "compiled") -> Scheduler:
     scheduler = Scheduler([Group(1)], SchedulerOptions(executor=executor))  # type: ignore[list-item]
     scheduler.add(step, buckets=[Bucket(4, 4)])
@@ -695,17 +670,17 @@ def test_a_phase_that_cannot_be_compiled_runs_eagerly_and_says_so(
     with two_phases() as scheduler:
         scheduler.compile()
         assert "phase 'other' could not be compiled and runs eagerly: compiled cannot" in caplog.text
-        (step_by, _), (other_by, _) = executors.compiled
-        assert step_by == other_by and executors.made[step_by] == "eager"
+        first, second = (graph.executor for graph in executors.made)
+        assert first == second and executors.names[first] == "eager"
         scheduler.recover()
-        assert len({number for number, _ in executors.compiled}) == 2 and len(executors.compiled) == 4
+        assert len({graph.executor for graph in executors.made}) == 2 and len(executors.made) == 4
 
 
 def test_a_failed_eager_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     executors = Executors(monkeypatch, fails="eager")
     with two_phases("eager") as scheduler, pytest.raises(RunError, match="'step' could not be compiled: eager cannot"):
         scheduler.compile()
-    assert not executors.compiled
+    assert not executors.made
 
 
 def test_a_graph_with_any_worker_of_somebody_else_kills_none(made: list[Graph]) -> None:
@@ -831,10 +806,7 @@ def test_the_bucket_is_the_smallest_for_all_shards(made: list[Graph], lengths: l
 
 
 def test_sending_to_a_dead_worker_fails_the_replay_when_its_result_is_read(scheduler: Scheduler, made: list[Graph]) -> None:
-    def submit(packet: Packet) -> Packet:
-        raise RayChannelError("closed")
-
-    made[2].submit, made[3].results = submit, [1]  # type: ignore[method-assign]
+    made[2].submit, made[3].results = Mock(side_effect=RayChannelError("closed")), [1]  # type: ignore[method-assign]
     replay = scheduler.replay(other, 1)
     with pytest.raises(PhaseError, match=r"RayChannelError.*closed") as caught:
         replay.result()
@@ -856,3 +828,125 @@ def test_only_workers_that_a_phase_runs_on_take_a_turn(made: list[Graph]) -> Non
             scheduler.replay(one, 0)
     by_phase = {graph.phase: tickets_of(graph) for graph in made}
     assert by_phase == {"first_stage": [0, (1, 0)], "other": [(2, 0)]}
+
+
+SHARDS, IN_FLIGHT = 2, 2
+NOW_S = 1e-3
+NAMES = ("other", "coded")
+
+
+class Replays(RuleBasedStateMachine):
+    """Each replay ends once, with its own results or an error; tickets are taken once and in the same order by all shards.
+
+    A replay is asked for without waiting, so that one that is not answered is a DeadlineError.
+    """
+
+    @initialize()
+    def begin(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.made = Executors(self.patch).made
+        self.scheduler = compiled(Group(SHARDS), phases=(other, coded), max_in_flight=IN_FLIGHT, teardown_s=1.0)
+        self.waiting: dict[str, list[tuple[Replay, int]]] = {name: [] for name in NAMES}
+        self.answered = dict.fromkeys(NAMES, 0)  # of those that wait, the oldest
+        self.number = 0
+        self.broken = False
+
+    def graphs(self, name: str) -> list[Graph]:
+        """The newest graphs of a phase: those that are not torn down."""
+        return [graph for graph in self.made if graph.phase == name and not graph.gone.is_set()]
+
+    @rule(item=st.sampled_from([other, coded]))
+    def replay(self, item: Any) -> None:
+        if len(self.waiting[item.name]) == IN_FLIGHT:
+            return  # it would wait for the oldest
+        self.number += 1
+        try:
+            replay = self.scheduler.replay(item, self.number)
+        except PhaseError as error:
+            assert self.broken and "recover" in str(error)
+            return
+        assert not self.broken
+        self.waiting[item.name].append((replay, self.number))
+
+    @rule(name=st.sampled_from(NAMES))
+    def answer(self, name: str) -> None:
+        """The workers finish the oldest replay that they have not finished."""
+        if self.broken or self.answered[name] == len(self.waiting[name]):
+            return
+        _, number = self.waiting[name][self.answered[name]]
+        for shard, graph in enumerate(self.graphs(name)):
+            graph.results.append((number, shard))
+        self.answered[name] += 1
+
+    @rule(name=st.sampled_from(NAMES), place=st.integers(0, IN_FLIGHT - 1))
+    def ask(self, name: str, place: int) -> None:
+        """For any replay of the phase, not only for the oldest."""
+        if self.broken or place >= len(self.waiting[name]):
+            return
+        replay, number = self.waiting[name][place]
+        try:
+            found = replay.result(timeout_s=NOW_S)
+        except DeadlineError:
+            assert place >= self.answered[name]
+            read = self.answered[name]
+        else:
+            assert found == tuple((number, shard) for shard in range(SHARDS)) and place < self.answered[name]
+            read = place + 1
+        for earlier, expected in self.waiting[name][:read]:
+            assert earlier.result() == tuple((expected, shard) for shard in range(SHARDS))
+        del self.waiting[name][:read]
+        self.answered[name] -= read
+
+    @precondition(lambda self: any(self.waiting.values()) and not self.broken)
+    @rule(data=st.data())
+    def break_a_graph(self, data: st.DataObject) -> None:
+        """A worker dies while it runs the oldest replay of a phase, whose earlier results have been read."""
+        name = data.draw(st.sampled_from([name for name, replays in self.waiting.items() if replays]))
+        self.ask(name, max(0, self.answered[name] - 1))
+        if not self.waiting[name] or self.answered[name]:
+            return
+        for graph in self.graphs(name):
+            graph.results.append(RayChannelError("Channel closed."))
+        replay, _ = self.waiting[name][0]
+        try:
+            replay.result()
+        except PhaseError as error:
+            assert error.breaks
+        else:
+            raise AssertionError("a replay on a broken graph succeeded")
+        self.broken = True
+
+    @rule()
+    def recover(self) -> None:
+        self.scheduler.recover()
+        for name, replays in self.waiting.items():
+            for place, (replay, number) in enumerate(replays):
+                self.check_ended(replay, number, place < self.answered[name])
+        self.waiting, self.answered = {name: [] for name in NAMES}, dict.fromkeys(NAMES, 0)
+        self.broken = False
+
+    def check_ended(self, replay: Replay, number: int, answered: bool) -> None:
+        """After a recovery nothing waits: a replay has its own results, if there were any, or an error."""
+        try:
+            assert replay.result(timeout_s=NOW_S) == tuple((number, shard) for shard in range(SHARDS)) and answered
+        except PhaseError:
+            return
+
+    @invariant()
+    def tickets_are_taken_once_and_in_one_order(self) -> None:
+        for shard in range(SHARDS):
+            graphs = [graph for name in NAMES for graph in self.graphs(name)[shard : shard + 1]]
+            tickets = [packet.header.tickets["train"] for graph in graphs for packet in graph.taken]
+            assert len(set(tickets)) == len(tickets)
+        for name in NAMES:
+            taken = [[packet.header.tickets["train"] for packet in graph.taken] for graph in self.graphs(name)]
+            assert taken == [sorted(tickets) for tickets in taken] and all(tickets == taken[0] for tickets in taken)
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.close()
+            self.patch.undo()
+
+
+Replays.TestCase.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
+TestReplays = Replays.TestCase
