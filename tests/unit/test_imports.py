@@ -1,13 +1,19 @@
-"""Imports in less time: what is left out of them, and where their bytecode is kept."""
+"""Imports: in less time, by the rules of the rooms, of the public API alone in an example, and the audit of requirements."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
+from functools import cache
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
 
+import dagrl
+from dagrl import errors
 from dagrl.imports import brief_imports, keep_bytecode
 
 
@@ -50,3 +56,106 @@ def test_bytecode_is_kept_where_an_import_would_leave_none(
     ours = str(tmp_path / "dagrl" / "bytecode") if not compiled and not writes else None
     assert sys.pycache_prefix == ours and os.environ["PYTHONPYCACHEPREFIX"] == (ours or "")
     assert sys.dont_write_bytecode == (ours is None and not writes)
+
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = (ROOT / "dagrl" / "bench", ROOT / "dagrl" / "examples")
+FILES = [
+    path.relative_to(ROOT)
+    for path in sorted((ROOT / "dagrl").rglob("*.py"))
+    if not any(path.is_relative_to(folder) for folder in OUTSIDE)
+]
+
+
+@cache
+def names_of(file: Path) -> frozenset[str]:
+    """The full names that a file with `ray` in it imports, wherever the import is, and its strings: imports at run time."""
+    found: set[str] = set()
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)) if re.search(r"\bray\b", text) else ():
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return frozenset(found)
+
+
+def users_of(*modules: str) -> set[str]:
+    """The files that import one of these modules or a part of it."""
+    return {
+        str(file)
+        for file in FILES
+        if any(f"{name}.".startswith(f"{module}.") for name in names_of(file) for module in modules)
+    }
+
+
+def test_internals_of_ray_are_imported_where_they_are_listed() -> None:
+    """`local_cluster.py` starts a lean node, and names its processes, where this Ray has the parts for that.
+
+    `nemo_rl.py` derives a reference whose value `ray.get` asks for.
+    """
+    assert users_of("ray.dag") == {f"dagrl/runtime/executors/{name}.py" for name in ("dag", "ray_engine")}
+    assert users_of("ray.experimental") == {"dagrl/embed/nemo_rl.py"}
+    assert users_of("ray._raylet", "ray._private", "ray.core") == {"dagrl/run/local_cluster.py"}
+
+
+def test_executors_reach_into_no_private_part_of_others() -> None:
+    """Of Ray's, the id of an actor, and whether it takes calls in order, without which it is taken to do not."""
+    found = {
+        node.attr
+        for file in FILES
+        if file.parts[:3] == ("dagrl", "runtime", "executors")
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    }
+    assert found == {"_actor_id", "_replace", "_current_frames"}
+
+
+TREE = ast.parse((ROOT / "dagrl" / "__init__.py").read_text())
+
+
+def test_every_public_name_is_what_type_checkers_see() -> None:
+    seen = {
+        (alias.name, node.module)
+        for node in ast.walk(TREE)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    for name, module in seen:
+        assert module is not None
+        assert getattr(dagrl, name) is getattr(sys.modules[module], name)
+    names = {name for name, _ in seen}
+    found = {name for name in dir(dagrl) if not name.startswith("_") and not ismodule(getattr(dagrl, name))}
+    assert found - {"annotations", "TYPE_CHECKING"} == names == set(dagrl.__all__)
+    defined = {
+        name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, errors.DagrlError)
+    }
+    assert defined <= names, "every error is public"
+
+
+def test_the_embedding_example_imports_from_dagrl_alone() -> None:
+    tree = ast.parse((ROOT / "examples" / "embed_phase.py").read_text())
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module for module in modules if module.partition(".")[0] == "dagrl"} == {"dagrl"}
+
+
+def test_each_problem_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("audit", ROOT / "requirements" / "audit.py")
+    assert spec is not None and spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    lock = tmp_path / "bad.lock"
+    lock.write_text(
+        "# versions\nnumpy==2.3.5\nNumPy==2.3.6\nJinja2==3.1.5  # old\nray>=2.60\ngit+https://x/y.git\ntorch==2.13.0+cpu\n"
+    )
+    assert audit.main([str(lock)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "bad.lock, line 3: numpy is there twice",
+        "bad.lock, line 4: jinja2 3.1.5 has CVE-2025-27516: sandbox escape; use 3.1.6 or later",
+        "bad.lock, line 5: 'ray>=2.60' is not pinned; expected: name==version",
+        "bad.lock, line 6: 'git+https://x/y.git' is not pinned; expected: name==version",
+    ]

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.nn.functional import silu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dagrl.runtime.layout import ParallelLayout
@@ -48,51 +49,30 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
     kinds = [layer_kind(c, layer) for layer in range(layers)]
     count = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts")
     latent, scored = kind in LATENT, kind in ("deepseek_v3", "glm4_moe")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": silu}
+    options |= {"num_layers": layers, "hidden_size": c["hidden_size"], "ffn_hidden_size": c["intermediate_size"]}
+    options |= {"num_attention_heads": c["num_attention_heads"], "num_query_groups": c["num_key_value_heads"]}
+    options |= {"kv_channels": c["head_dim"], "add_bias_linear": False, "pipeline_dtype": torch.float32}
+    options["add_qkv_bias"] = kind.startswith("qwen2") or c.get("attention_bias", False)
+    options["qk_layernorm"] = kind.startswith("qwen3") or latent or c.get("use_qk_norm", False)
     if "E" in kinds:
-        options |= {
-            "num_moe_experts": count,
-            "moe_ffn_hidden_size": c.get("moe_intermediate_size") or c["intermediate_size"],
-            "moe_layer_freq": [int(one == "E") for one in kinds],
-            "moe_router_topk": 2,
-            "moe_router_score_function": "sigmoid" if scored else "softmax",
-            "moe_router_enable_expert_bias": scored,
-            "moe_shared_expert_intermediate_size": (c.get("n_shared_experts") or 0) * c.get("moe_intermediate_size", 0)
-            or None,
-        }
+        width, shared = c.get("moe_intermediate_size", 0), c.get("n_shared_experts") or 0
+        options |= {"num_moe_experts": count, "moe_ffn_hidden_size": width or c["intermediate_size"], "moe_router_topk": 2}
+        options |= {"moe_layer_freq": [int(one == "E") for one in kinds], "moe_router_enable_expert_bias": scored}
+        options["moe_router_score_function"] = "sigmoid" if scored else "softmax"
+        options["moe_shared_expert_intermediate_size"] = shared * width or None
     if latent:
-        options |= {
-            "q_lora_rank": c["q_lora_rank"],
-            "kv_lora_rank": c["kv_lora_rank"],
-            "qk_head_dim": c["qk_nope_head_dim"],
-            "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
-            "v_head_dim": c["v_head_dim"],
-            "rope_type": "rope",
-        }
+        options |= {"q_lora_rank": c["q_lora_rank"], "kv_lora_rank": c["kv_lora_rank"], "rope_type": "rope"}
+        options |= {"qk_head_dim": c["qk_nope_head_dim"], "qk_pos_emb_head_dim": c["qk_rope_head_dim"]}
+        options["v_head_dim"] = c["v_head_dim"]
+    off = ("perform_initialization", "gradient_accumulation_fusion", "bias_activation_fusion", "persist_layer_norm")
     return (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=layers,
-        hidden_size=c["hidden_size"],
-        ffn_hidden_size=c["intermediate_size"],
-        num_attention_heads=c["num_attention_heads"],
-        num_query_groups=c["num_key_value_heads"],
-        kv_channels=c["head_dim"],
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        add_qkv_bias=kind.startswith("qwen2") or c.get("attention_bias", False),
-        qk_layernorm=kind.startswith("qwen3") or latent or c.get("use_qk_norm", False),
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        pipeline_dtype=torch.float32,
         **parallel_sizes(layout),
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=layout.tp > 1 and "E" in kinds,
         use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **dict.fromkeys((*off, "masked_softmax_fusion"), False),
         **options,
     )
 

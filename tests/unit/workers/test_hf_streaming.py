@@ -69,11 +69,8 @@ class _Slice:
     def __init__(self, counter: CountingReader, part: Any) -> None:
         self._counter, self._part = counter, part
 
-    def get_shape(self) -> list[int]:
-        return list(self._part.get_shape())
-
-    def get_dtype(self) -> str:
-        return str(self._part.get_dtype())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._counter.count(self._part[index])

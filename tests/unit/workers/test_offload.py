@@ -1,6 +1,7 @@
-"""Parts of a train worker: storages in host memory, columns that it keeps by row id, and learning rates in closed form."""
+"""Parts of train workers: storages in host memory, columns kept by row id, learning rates, and workers of one's own."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,19 @@ import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.errors import RunError
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import WorkerContext
+from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.train import checkpoint
 from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from dagrl.workers.train.microbatches import upload
+from dagrl.workers.train.module_worker import ModuleWorker
 from dagrl.workers.train.offload import StateCopy, bucket_spans
 from dagrl.workers.train.optimizer import OptimizerSteps
 
@@ -173,3 +179,23 @@ def test_by_default_the_schedule_ends_after_the_last_optimizer_step(algorithm: s
     for step in range(steps + 1):
         assert made.rate == pytest.approx(linear(step / steps), rel=1e-9)
         made.taken += 1
+
+
+class Experts(ModuleWorker):
+    """A model of two experts, of which this rank's sequences use the first alone; a third is frozen."""
+
+    def _shares(self, batch: Batch, loss: str) -> Iterator[tuple[Tensor, StepMetrics]]:
+        yield self.model[0](torch.ones(1, 2)).sum(), StepMetrics()  # type: ignore[index]
+
+
+def test_ranks_sum_the_same_gradients_whatever_experts_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one rank would wait for a sum that another does not take part in."""
+    summed: list[Tensor] = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda gradient: summed.append(gradient.clone()))
+    config = Config.model_validate({"name": "x", "data": {}, "algorithm": "sft", "policy": {}})
+    worker = Experts(WorkerContext("train", 0, ParallelLayout()), config)
+    worker.model = torch.nn.Sequential(*(torch.nn.Linear(2, 1, bias=False) for _ in range(3)))
+    worker.model[2].requires_grad_(False)
+    worker.optimizer = torch.optim.SGD(worker.model.parameters())
+    worker.train_step(Batch({"lengths": np.ones(1, np.int64)}, {"lr": 0.1}), "likelihood")
+    assert [gradient.tolist() for gradient in summed] == [[[1.0, 1.0]], [[0.0, 0.0]]]
