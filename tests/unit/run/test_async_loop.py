@@ -43,41 +43,28 @@ def configuration(
     *,
     turns: bool = False,
     dynamic: bool = False,
-    generations: int = GENERATIONS,
+    each: int = GENERATIONS,
     room: int = 40,
     limit: int = 10,
 ) -> Config:
-    return Config.model_validate(
-        {
-            "name": "simulated",
-            "algorithm": "grpo",
-            "data": {},
-            "policy": {
-                "max_total_sequence_length": room,
-                "generation": {
-                    "max_new_tokens": limit,
-                    "quantum_engine_steps": 3,
-                    "vllm_cfg": {"data_parallel_size": 2, "max_num_seqs": 3},
-                },
-            },
-            "sft": {"max_num_steps": 0},
-            "grpo": {
-                "num_prompts_per_step": PROMPTS,
-                "num_generations_per_prompt": generations,
-                "max_num_steps": STEPS,
-                "val_period": 2,
-                "val_at_start": False,
-                "use_dynamic_sampling": dynamic,
-                "async_grpo": dict(loop),
-            },
-            "environment": {"function": "simulated:environment" if turns else None},
-            "reward": {"max_failed_share": 1.0},
-        }
-    )
+    vllm = {"data_parallel_size": 2, "max_num_seqs": 3}
+    generation = {"max_new_tokens": limit, "quantum_engine_steps": 3, "vllm_cfg": vllm}
+    batch = {"num_prompts_per_step": PROMPTS, "num_generations_per_prompt": each, "use_dynamic_sampling": dynamic}
+    sections: dict[str, Any] = {
+        "policy": {"max_total_sequence_length": room, "generation": generation},
+        "sft": {"max_num_steps": 0},
+        "grpo": {**batch, "max_num_steps": STEPS, "val_period": 2, "val_at_start": False, "async_grpo": dict(loop)},
+        "environment": {"function": "simulated:environment" if turns else None},
+        "reward": {"max_failed_share": 1.0},
+    }
+    return Config.model_validate({"name": "simulated", "algorithm": "grpo", "data": {}, **sections})
 
 
 def asynchronous(age: int, in_flight: bool) -> dict[str, Any]:
     return {"enabled": True, "max_trajectory_age_steps": age, "in_flight_weight_updates": in_flight}
+
+
+loops = pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
 
 
 def numbers_of(trained: Trained) -> list[int]:
@@ -172,11 +159,8 @@ def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any],
     monkeypatch.setattr(run, "collect", watched_collect)
     assert run.train() is None
     straight_on = [step % 2 == 1 for step in range(1, STEPS + 1)]
-    assert in_refit == [False, *straight_on]
-    assert while_training == straight_on
-    assert ("generate", True) not in [
-        after for (name, sent), after in pairwise(run.replays) if (name, sent) == ("refit", True)
-    ]
+    assert in_refit == [False, *straight_on] and while_training == straight_on
+    assert ("generate", True) not in [after for before, after in pairwise(run.replays) if before == ("refit", True)]
 
 
 @pytest.mark.parametrize("can_wait", [True, False], ids=["environment", "agents"])
@@ -195,7 +179,7 @@ def test_agents_do_not_begin_while_workers_train(can_wait: bool, monkeypatch: py
     assert any(while_training) == can_wait
 
 
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+@loops
 def test_validation_prompts_are_scored_in_parallel(loop: Mapping[str, Any]) -> None:
     """Each in its own call with its own deadline, and once."""
     run = Run(configuration(loop), seed=3)
@@ -209,7 +193,7 @@ def test_validation_prompts_are_scored_in_parallel(loop: Mapping[str, Any]) -> N
         assert metrics["validation/reward_failures"] == 2 - len(counted)
 
 
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+@loops
 def test_standard_sets_are_marked_by_their_own_function(loop: Mapping[str, Any]) -> None:
     """Every third step and after the last one. An answer that cannot be marked is wrong."""
     config = configuration(loop)
@@ -227,7 +211,7 @@ def test_standard_sets_are_marked_by_their_own_function(loop: Mapping[str, Any])
         assert metrics["evaluation/gsm8k_low"] < metrics["evaluation/gsm8k"] < metrics["evaluation/gsm8k_high"]
 
 
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+@loops
 def test_a_validation_without_rewards_ends_a_run_only_above_the_failed_share(loop: Mapping[str, Any]) -> None:
     """With a single validation prompt, one failed sample is all of them."""
     config = configuration(loop)
@@ -242,13 +226,12 @@ def test_a_validation_without_rewards_ends_a_run_only_above_the_failed_share(loo
         strict.train()
 
 
-@pytest.mark.parametrize("generations", [2, 4])
-def test_drop_reasons_are_counted(generations: int) -> None:
+@pytest.mark.parametrize("each", [2, 4])
+def test_drop_reasons_are_counted(each: int) -> None:
     """Equal rewards, or fewer than two rewards, counted from the answers of the reward function."""
     reasons: Counter[str] = Counter()
     for seed in range(3):
-        config = configuration({}, dynamic=True, generations=generations)
-        run = Run(config.model_copy(update={"seed": seed}), seed)
+        run = Run(configuration({}, dynamic=True, each=each).with_keys({"seed": seed}), seed)
         run.inputs.prompts[4] = Prompt(UNANSWERED, np.array([8, 5]), "", "row 4")
         assert run.train() is None
         expected: Counter[str] = Counter()
@@ -262,26 +245,19 @@ def test_drop_reasons_are_counted(generations: int) -> None:
     assert reasons["failed"] and reasons["zero_variance"]
 
 
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+@loops
 @pytest.mark.parametrize(("second", "equal", "failed"), [(Failed("no words"), "0", r"\1"), (SampleReward(1.0), r"\1", "0")])
 def test_a_run_that_drops_all_groups_ends_with_the_reason(
     loop: Mapping[str, Any], second: SampleReward | Failed, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two samples in each group has a reward, which `max_failed_share` allows; or both have the same one."""
     monkeypatch.setattr(Reward, "_score_all", lambda *_: [SampleReward(1.0), second])
-    match = (
-        rf"(\d+) of \1 groups .*: {equal} because their rewards are equal .*, "
-        rf"{failed} because .* failed for all of their samples but one"
-    )
-    with pytest.raises(RunError, match=match):
+    reasons = rf"{equal} because their rewards are equal .*, {failed} because .* failed for all of their samples but one"
+    with pytest.raises(RunError, match=rf"(\d+) of \1 groups .*: {reasons}"):
         Run(configuration(loop, dynamic=True), seed=0).train()
-
-
-def test_a_run_whose_samples_all_fail_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with dynamic sampling, which drops every group."""
     monkeypatch.setattr(Reward, "_score_all", lambda *_: [Failed("no words")] * GENERATIONS)
     with pytest.raises(RunError, match=r"reward failed for all \d+ samples: no words"):
-        Run(configuration({}, dynamic=True), seed=0).train()
+        Run(configuration(loop, dynamic=True), seed=0).train()
 
 
 def check_metrics(run: Run) -> None:
@@ -300,42 +276,24 @@ def check_metrics(run: Run) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(timings=st.tuples(seeds, seeds), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
-def test_age_zero_is_the_synchronous_run_at_any_timing(
-    timings: tuple[int, int], in_flight: bool, turns: bool, dynamic: bool
-) -> None:
+def test_age_zero_is_the_synchronous_run_at_any_timing(timings: Any, in_flight: bool, turns: bool, dynamic: bool) -> None:
     """Batches, tokens and rewards are equal, so losses are equal."""
-    both = [
-        Run(configuration(loop, turns=turns, dynamic=dynamic), seed)
-        for loop, seed in zip(({}, asynchronous(0, in_flight)), timings, strict=True)
-    ]
-    for run in both:
+    found = []
+    for loop, seed in zip(({}, asynchronous(0, in_flight)), timings, strict=True):
+        run = Run(configuration(loop, turns=turns, dynamic=dynamic), seed)
         assert run.train() is None
-    sync, other = ([described(groups) for groups in run.trained.values()] for run in both)
-    assert sync == other and len(sync) == STEPS
+        found.append([[described(group) for group in groups] for groups in run.trained.values()])
+    assert found[0] == found[1] and len(found[0]) == STEPS
 
 
-def described(groups: Sequence[ScoredGroup]) -> list[Any]:
-    return [
-        (
-            group.group.number,
-            group.values.tolist(),
-            [(one.tokens.tolist(), one.versions.tolist()) for one in group.group.episodes],
-        )
-        for group in groups
-    ]
+def described(group: ScoredGroup) -> Any:
+    rows = [(one.tokens.tolist(), one.versions.tolist()) for one in group.group.episodes]
+    return group.group.number, group.values.tolist(), rows
 
 
 @settings(deadline=None, max_examples=15)
-@given(
-    timings=st.tuples(seeds, seeds),
-    age=st.integers(0, 3),
-    in_flight=st.booleans(),
-    turns=st.booleans(),
-    stop_at=st.integers(1, 15),
-)
-def test_a_stop_at_any_moment_loses_nothing(
-    timings: tuple[int, int], age: int, in_flight: bool, turns: bool, stop_at: int
-) -> None:
+@given(st.tuples(seeds, seeds), st.integers(0, 3), st.booleans(), st.booleans(), st.integers(1, 15))
+def test_a_stop_at_any_moment_loses_nothing(timings: Any, age: int, in_flight: bool, turns: bool, stop_at: int) -> None:
     config = configuration(asynchronous(age, in_flight), turns=turns)
     first = Run(config, timings[0], stop_at=stop_at)
     state = first.train()
@@ -375,11 +333,6 @@ def untrained_in(state: TrainState) -> list[int]:
     return [number for number, _ in cast("list[tuple[int, int]]", state.counters["grpo_untrained"])]
 
 
-def timed(config: Config) -> Config:
-    """Sizes quanta by time, at most 0.5 s for both in flight."""
-    return config.with_keys({"policy.generation.quantum_engine_steps": None})
-
-
 def slow(config: Config) -> Config:
     """Makes few and long sequences at a time, so that some groups are always unfinished."""
     settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg.max_num_seqs": 2}
@@ -411,7 +364,7 @@ def test_a_stop_does_not_wait_for_running_sequences_to_finish(monkeypatch: pytes
     assert sorted(numbers_of(first.trained | second.trained)) == list(range(STEPS * PROMPTS))
 
 
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+@loops
 @pytest.mark.parametrize("at_start", [True, False])
 def test_a_stop_in_a_validation_does_not_wait_for_it(
     loop: Mapping[str, Any], at_start: bool, monkeypatch: pytest.MonkeyPatch
@@ -439,8 +392,7 @@ def test_a_stop_in_a_validation_does_not_wait_for_it(
 
 def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups() -> None:
     """The saved state says that the optimizer was reset and the reference policy taken."""
-    config = slow(configuration(asynchronous(2, True), room=80))
-    config = config.with_keys({"sft.max_num_steps": 2})
+    config = slow(configuration(asynchronous(2, True), room=80)).with_keys({"sft.max_num_steps": 2})
     first = Run(config, 0, stop_at=12)
     first.checkpoints.state = TrainState(2, counters={"sft_sampler": {}})
     state = first.train()
@@ -456,7 +408,8 @@ def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups() -> 
     ids=["whole", "ended by the clock", "no request left"],
 )
 def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learned: bool) -> None:
-    run, sent = Run(timed(configuration(asynchronous(2, True))), seed=0), list[Batch]()
+    by_time = {"policy.generation.quantum_engine_steps": None}  # at most 0.5 s for both in flight
+    run, sent = Run(configuration(asynchronous(2, True)).with_keys(by_time), seed=0), list[Batch]()
 
     def submit(name: str, batch: Batch, rows: object) -> list[Generated]:
         sent.append(batch)
@@ -471,7 +424,7 @@ def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learne
     assert [batch.scalars["seconds"] for batch in sent] == [0.25] * IN_FLIGHT, "both within 0.5 s"
 
 
-@pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}, {"limit": 8}], ids=str)
+@pytest.mark.parametrize("changed", [{"each": 3}, {"room": 14}, {"limit": 8}], ids=str)
 def test_a_resumed_run_generates_groups_as_it_is_configured(changed: dict[str, int]) -> None:
     first = Run(configuration(asynchronous(2, True), turns=True), seed=1, stop_at=6)
     state = first.train()
@@ -481,11 +434,11 @@ def test_a_resumed_run_generates_groups_as_it_is_configured(changed: dict[str, i
     done = {step: groups for step, groups in first.trained.items() if step <= state.step}
     assert sorted(numbers_of(done | second.trained)) == list(range(STEPS * PROMPTS))
     for group in (group for groups in second.trained.values() for group in groups):
-        assert len(group.samples) == changed.get("generations", GENERATIONS)
+        assert len(group.samples) == changed.get("each", GENERATIONS)
         assert max(map(len, group.samples)) <= changed.get("room", 40)
 
 
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+@loops
 def test_resuming_with_other_prompts_is_an_error(loop: dict[str, Any]) -> None:
     """The number is equal; one reference differs."""
     config = configuration(loop)
@@ -502,19 +455,16 @@ def test_resuming_with_other_prompts_is_an_error(loop: dict[str, Any]) -> None:
 
 def test_environment_tokens_do_not_count_as_overlong() -> None:
     """DAPO's penalty counts only tokens of the policy."""
-    config = configuration({}, turns=True)
     shaping = RewardShapingConfig(enabled=True, max_response_length=12, overlong_buffer_length=10)
-    config = config.with_keys({"grpo.reward_shaping": shaping})
-    run = Run(config, seed=0)
+    run = Run(configuration({}, turns=True).with_keys({"grpo.reward_shaping": shaping}), seed=0)
     assert run.train() is None
-    found = [
-        (sum(sample.completion.sampled), value - reward, len(sample.completion.tokens))
-        for group in (group for groups in run.trained.values() for group in groups)
-        for sample, value, reward in zip(group.samples, group.values, group.rewards.values, strict=True)
-    ]
-    assert any(length < whole for length, _, whole in found)
-    for length, penalty, _ in found:
-        assert penalty == pytest.approx(-min(max(length - 2, 0) / 10, 1), abs=1e-6)
+    longer = 0
+    for group in (group for groups in run.trained.values() for group in groups):
+        for sample, value, reward in zip(group.samples, group.values, group.rewards.values, strict=True):
+            length = sum(sample.completion.sampled)
+            longer += length < len(sample.completion.tokens)
+            assert value - reward == pytest.approx(-min(max(length - 2, 0) / 10, 1), abs=1e-6)
+    assert longer
 
 
 @pytest.mark.parametrize("moves", [None, False, True], ids=["apart", "resident", "exchanging"])
