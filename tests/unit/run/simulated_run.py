@@ -60,27 +60,27 @@ class World:
 
     def later(self, most: int, make: Callable[[], Any]) -> Future[Any]:
         """Returns a future that completes within `most` ticks, or just after a caller found it incomplete."""
-        future = Sudden(self)
+        future = Sudden()
+        future.world = self
         self._due.append((self.now + self.random.randint(0, most), future, make))
         return future
 
     def tick(self) -> None:
         self.now += 1
-        for item in [item for item in self._due if item[0] <= self.now]:
-            self._end(item)
+        self._end(lambda due, _: due <= self.now)
 
     def end_early(self, future: Future[Any]) -> None:
         """Completes the future early, in one of ten calls."""
         if self._sudden.random() < 0.1:
-            for item in [item for item in self._due if item[1] is future]:
-                self._end(item)
+            self._end(lambda _, one: one is future)
 
-    def _end(self, item: tuple[int, Future[Any], Callable[[], Any]]) -> None:
-        self._due.remove(item)
-        try:
-            item[1].set_result(item[2]())
-        except StopRequestedError as error:
-            item[1].set_exception(error)
+    def _end(self, which: Callable[[int, Future[Any]], bool]) -> None:
+        for item in [item for item in self._due if which(*item[:2])]:
+            self._due.remove(item)
+            try:
+                item[1].set_result(item[2]())
+            except StopRequestedError as error:
+                item[1].set_exception(error)
 
     def wait(self, futures: Sequence[Future[Any]], timeout: float, return_when: str = ALL_COMPLETED) -> None:
         """Replaces `concurrent.futures.wait`. A wait for all futures times out in half of the cases."""
@@ -97,14 +97,12 @@ class World:
 class Sudden(Future[Any]):
     """May complete just after it was found incomplete, like a future completed by another thread."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
+    world: World
 
     def done(self) -> bool:
         found = super().done()
         if not found:
-            self._world.end_early(self)
+            self.world.end_early(self)
         return found
 
 
@@ -213,12 +211,8 @@ class Engines:
         self.dead |= {shard for shard in self._living() if self._random.random() < self.dying}
         if self.dead:
             raise self.failure("")
-        return [
-            None
-            if number in self.absent
-            else [self._made(request, made, "unfinished") for request, made in self.requests[number].items()]
-            for number in range(self.layout.dp)
-        ]
+        running = [[self._made(*item, "unfinished") for item in shard.items()] for shard in self.requests]
+        return [None if number in self.absent else found for number, found in enumerate(running)]
 
     @staticmethod
     def _made(number: int, request: dict[str, Any], reason: str) -> FinishedRequest:
@@ -289,10 +283,7 @@ class Environment:
             return Reply(None, FAILED, "the process that runs it ended")
         if not question.turns:  # of `reset`
             return Reply(None, prompt=question.prompt)
-        return self._reply(question.turns[-1])
-
-    def _reply(self, text: str) -> Reply:
-        return Reply("00" if len(text) % 2 else None)
+        return Reply("00" if len(question.turns[-1]) % 2 else None)
 
 
 class Stop:
@@ -320,12 +311,10 @@ class SimulatedReplays:
     def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
         """Does nothing: workers do not share memory."""
 
-    def submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
+    def submit(self, name: str, value: Any, rows: Any = ()) -> Any:
         return self._run.submit(name, value, rows)
 
-    def collect(
-        self, name: str, replay: Any, busy_s: Callable[[Any], float | None] | None = None
-    ) -> tuple[Any, CountedReplay]:
+    def collect(self, name: str, replay: Any, busy_s: Any = None) -> Any:
         return self._run.collect(name, replay, busy_s)
 
     def replay(self, name: str, value: Any, rows: Any = None) -> Any:
@@ -383,26 +372,22 @@ class Run:
             prompts=prompts, validation_prompts=prompts[:2], evaluation_prompts=[], tokenizer=tokenizer
         )
         self.simulated = SimulatedReplays(self)
-        self.session = Session(
-            config=config,
-            plan=RunPlan.of(config),
-            inputs=cast(Any, self.inputs),
-            train=cast(Any, SimpleNamespace(call=lambda method, *, deadline: None)),
-            generation=cast(Any, self.engines),
-            replays=cast(Any, self.simulated),
-            recorder=cast(
-                Any,
-                SimpleNamespace(
-                    progress=progress,
-                    step=self._record,
-                    record=SimpleNamespace(log=self.log),
-                    rollouts=None,
-                    keep_untrained=lambda untrained, step: None,
-                ),
-            ),
-            checkpoints=cast(Any, self.checkpoints),
-            stop=cast(Any, Stop(self)),
+        recorder = SimpleNamespace(
+            progress=progress,
+            step=self._record,
+            record=SimpleNamespace(log=self.log),
+            rollouts=None,
+            keep_untrained=lambda untrained, step: None,
         )
+        parts: dict[str, Any] = {
+            "train": SimpleNamespace(call=lambda method, *, deadline: None),
+            "generation": self.engines,
+            "replays": self.simulated,
+            "recorder": recorder,
+            "checkpoints": self.checkpoints,
+            "stop": Stop(self),
+        }
+        self.session = Session(config=config, plan=RunPlan.of(config), inputs=cast(Any, self.inputs), **parts)
 
     def train(self) -> TrainState | None:
         """Runs all steps. Returns the state of the checkpoint if the run was stopped."""
@@ -411,21 +396,12 @@ class Run:
         self.marks = Reward(self.world, 1.0)
         prompts = PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer, inputs.evaluation_prompts)
         engines = engines_of(self, replacement=self.engines)
+        environment: Any = Environment(self.world) if self.config.environment.enabled else nullcontext()
         try:
-            with (
-                patch.object(experience, "wait", self.world.wait),
-                Environment(self.world) if self.config.environment.enabled else nullcontext() as environment,
-            ):
-                self.experience = Experience(
-                    self.config,
-                    prompts,
-                    engines,
-                    cast(Any, reward),
-                    EnvironmentTurns(self.config, inputs.tokenizer, cast(Any, environment)),
-                    cast(Any, Stop(self)),
-                    version=self.session.step,
-                    marks=cast(Any, self.marks),
-                )
+            with patch.object(experience, "wait", self.world.wait), environment as entered:
+                turns = EnvironmentTurns(self.config, inputs.tokenizer, entered)
+                parts: Any = self.config, prompts, engines, reward, turns, Stop(self)
+                self.experience = Experience(*parts, version=self.session.step, marks=cast(Any, self.marks))
                 train_grpo(self.session, stage, self.experience, cast(Any, Trainer(self)))
         except StopRequestedError:
             return self.session.checkpoints.state
@@ -449,9 +425,7 @@ class Run:
         assert name == "refit"
         return self.engines.refit(value)
 
-    def collect(
-        self, name: str, results: Any, busy_s: Callable[[Any], float | None] | None = None
-    ) -> tuple[Any, CountedReplay]:
+    def collect(self, name: str, results: Any, busy_s: Any = None) -> tuple[Any, CountedReplay]:
         self.replays.append((name, False))
         if name == "generate":
             self.world.tick()

@@ -35,13 +35,9 @@ def configuration(size: int, shards: int) -> Config:
 
 def make_batch(lengths: Sequence[int]) -> Batch:
     rows = len(lengths)
-    fields: dict[str, npt.NDArray[Any]] = {
-        "tokens": np.zeros((rows, WIDTH), np.int64),
-        "lengths": np.array(lengths, np.int64),
-        "row_ids": 100 + np.arange(rows),
-    }
-    names = ("loss_mask", "advantages", "generation_logprobs")
-    return Batch({**fields, **{name: np.ones((rows, WIDTH), np.float32) for name in names}})
+    columns = dict.fromkeys(("loss_mask", "advantages", "generation_logprobs"), np.ones((rows, WIDTH), np.float32))
+    ids = {"lengths": np.array(lengths, np.int64), "row_ids": 100 + np.arange(rows)}
+    return Batch({"tokens": np.zeros((rows, WIDTH), np.int64), **ids, **columns})
 
 
 class Recorded:
@@ -115,9 +111,8 @@ def made(number: int, tokens: list[int], first: int) -> FinishedRequest:
     return FinishedRequest(number, tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", experts)
 
 
-def episode(*requests: FinishedRequest) -> Episode:
-    prompt = Prompt("12", np.array([5, 6]), "", "row 0")
-    found = Episode(prompt, 1, 8)
+def episode(*requests: FinishedRequest) -> Any:
+    found = Episode(Prompt("12", np.array([5, 6]), "", "row 0"), 1, 8)
     for request in requests:
         found.append(request)
     found.finish_reason = "stop"
@@ -131,50 +126,38 @@ def test_records_reach_the_phases_that_use_them() -> None:
     with_field = {name for name, phase in phases.items() if ROUTED_EXPERTS in (phase.inputs or {})}
     assert with_field == {"train_step", "logprobs", "reference_logprobs"}
     generate = next(plan for plan in plans if plan.name == "generate")
-    assert generate.result_bytes is not None and plain["generate"].result_bytes is not None
     assert generate.result_bytes >= plain["generate"].result_bytes + 128 * 16 * 6  # requests, tokens, ids of a token
-
-    episodes = [episode(made(0, [7, 8, 9], 0)), episode(made(1, [7], 3))]
-    generated = pack_generated([made(0, [7, 8, 9], 0), made(1, [7], 3)], [], 4)
+    requests = [made(0, [7, 8, 9], 0), made(1, [7], 3)]
+    episodes, generated = [episode(one) for one in requests], pack_generated(requests, [], 4)
     for row, one in enumerate(episodes):
-        experts = generated.request(row).experts
-        assert experts is not None and one.experts is not None
-        np.testing.assert_array_equal(experts, one.experts)
+        np.testing.assert_array_equal(generated.request(row).experts, one.experts)
     samples = [Sample(one.prompt, one, "") for one in episodes]
     rewards = Rewards(np.array([1.0, 0.0], np.float32), np.array([True, True]))
     group = ScoredGroup(RolloutGroup(0, 0, episodes), samples, rewards, rewards.values, np.array([True, True]))
     batch = scored_batch(algorithm_of(CONFIG), [group])
-    assert phases["train_step"].inputs is not None and phases["logprobs"].inputs is not None
-    check_batch("train_step", batch, field_types(phases["train_step"].inputs))
-    check_batch("logprobs", input_of(phases["logprobs"], batch.with_scalars(step=1)), field_types(phases["logprobs"].inputs))
+    for name, value in (("train_step", batch), ("logprobs", input_of(phases["logprobs"], batch.with_scalars(step=1)))):
+        check_batch(name, value, field_types(phases[name].inputs))
     width = CONFIG.policy.max_total_sequence_length
     assert batch["tokens"].shape == (2, width), "shards would pad, and so copy, narrower rows"
     early = with_experts(CONFIG, token_rows(episodes, widths=[width]), episodes)
     found = field_bytes(batch[ROUTED_EXPERTS])
     np.testing.assert_array_equal(field_bytes(early[ROUTED_EXPERTS]), found)
     for row, one in enumerate(episodes):
-        assert one.experts is not None
         np.testing.assert_array_equal(found[row, : len(one.experts)], one.experts)
         assert (found[row, len(one.experts) :] == MISSING).all()
-
-
-def test_a_sequence_that_the_environment_failed_for_at_its_start_has_no_record() -> None:
-    episodes = [episode(), episode(made(0, [7, 8], 0))]
+    episodes = [episode(), *episodes]  # the environment failed for the first one at its start
     found = field_bytes(with_experts(CONFIG, token_rows(episodes), episodes)[ROUTED_EXPERTS])
     assert (found[0] == MISSING).all()
-    np.testing.assert_array_equal(found[1, :3], episodes[1].experts)
+    np.testing.assert_array_equal(found[1, : len(episodes[1].experts)], episodes[1].experts)
 
 
 def test_a_sequence_of_two_requests_has_the_record_of_both() -> None:
     """The second request read the tokens of the first, and those of the environment between them, again."""
-    one = episode(made(0, [7, 8], 0))
-    first = one.experts
+    one: Any = episode(made(0, [7, 8], 0))
+    first, second = one.experts, made(1, [9], 5).experts
     one.answer([20, 21])
-    second = made(1, [9], 5).experts
-    assert first is not None and second is not None
     whole = np.concatenate([second, second + 1, second + 2])[:6]  # prompt, 7, 8, 20, 21, and no record of 9
     one.append(FinishedRequest(1, [9], [-1.0], [0], "stop", whole))
-    assert one.experts is not None
     np.testing.assert_array_equal(one.experts, [*first, *whole[len(first) :]])
     one.take_back(2)
     assert len(one.experts) == 5

@@ -49,9 +49,7 @@ THIRDS = dict.fromkeys(("train", "critic", "teacher"), pytest.approx(1 / 3))
     ],
     ids=["apart", "a critic and a teacher", "generation", "a critic and generation"],
 )
-def test_shares_of_the_train_workers_gpus(
-    sections: dict[str, Any], engine: bool, devices: int, shares: dict[str, float]
-) -> None:
+def test_shares_of_the_train_workers_gpus(sections: Any, engine: bool, devices: int, shares: dict[str, float]) -> None:
     """Three train workers, two of generation and two of a critic, which are placed together where they share GPUs."""
     config = configuration(**sections).with_keys({"policy.generation.colocated.enabled": engine})
     plan = RunPlan.of(config)
