@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,25 @@ from torch import Tensor
 
 from dagrl.config import Config, LossConfig
 from dagrl.errors import ConfigError, DataError
-from dagrl.rl.algorithm import algorithm_of
-from dagrl.rl.losses import Denominators, LossOutput, kl_estimate
+from dagrl.rl.algorithm import algorithm_for, algorithm_of
+from dagrl.rl.losses import Denominators, LossOutput, batch_loss, kl_estimate
 from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate, token_loss
 from dagrl.rl.trial import try_loss
 from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, split_minibatches
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
-from tests.unit.rl.losses_by_kind import LOSSES, config_of
 
+
+def config_of(loss_fn: LossConfig) -> Config:
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, "loss_fn": loss_fn})
+
+
+def loss_of(kind: str, logprobs: Tensor, data: Any, loss_fn: LossConfig, denominators: Denominators) -> LossOutput:
+    return batch_loss(algorithm_for(kind, config_of(loss_fn)), logprobs, data, denominators)
+
+
+LOSSES = {kind: partial(loss_of, kind) for kind in ("policy", "likelihood")}
+"""The losses that phases name, as functions of a `LossConfig`."""
 Data = dict[str, Tensor]
 Formula = Callable[[Tensor, Data], Tensor]
 ROWS, TOKENS = 6, 8

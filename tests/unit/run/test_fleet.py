@@ -1,4 +1,4 @@
-"""A fleet starts colocated groups in order and notices the end of Ray; restarts go on from the newest checkpoint."""
+"""A fleet places and starts groups in order and notices the end of Ray; restarts go on from the newest checkpoint."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.errors import ClusterError, DagrlError, DeadlineError, PhaseError, WorkerError
-from dagrl.run.fleet import Fleet, start_groups
+from dagrl.run.fleet import Fleet, shared_resources, start_groups
 from dagrl.run.preflight import Inputs
 from dagrl.run.start import open_session
 from dagrl.run.stop import StopSignal, no_restart_after_stop
@@ -330,3 +330,48 @@ def test_the_last_failure_is_raised(keys: dict[str, Any], error: DagrlError, res
     with pytest.raises(type(error), match=str(error)):
         run_with_restarts(run, configuration(**keys))
     assert run.resumed == resumed
+
+
+CRITIC = {"megatron_cfg": {"tensor_model_parallel_size": 2}}
+SHARES = {**CRITIC, "colocated": True}
+TEACHER = {"teacher": {"model_name": "m", "colocated": True}}
+THIRDS = dict.fromkeys(("train", "critic", "teacher"), pytest.approx(1 / 3))
+
+
+class Bundles:
+    """In place of Ray's placement groups."""
+
+    released = False
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        self.count = count
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.mark.parametrize(
+    ("sections", "engine", "devices", "shares"),
+    [
+        ({"critic": CRITIC}, False, 3 + 2 + 2, {}),
+        ({"critic": SHARES, "models": TEACHER}, False, 3 + 2, THIRDS),
+        ({"critic": CRITIC}, True, 3 + 2, {"train": 0.5, "generation": 0.5}),
+        ({"critic": SHARES}, True, 3, {"train": 0.25, "critic": 0.25, "generation": 0.5}),
+    ],
+    ids=["apart", "a critic and a teacher", "generation", "a critic and generation"],
+)
+def test_shares_of_the_train_workers_gpus(sections: Any, engine: bool, devices: int, shares: Any, monkeypatch: Any) -> None:
+    """Three train workers, two of generation and two of a critic, which are placed together where they share GPUs."""
+    monkeypatch.setattr("dagrl.run.fleet.gpus_per_worker", lambda cluster: 1.0)
+    monkeypatch.setattr("dagrl.run.fleet.GpuBundles", Bundles)
+    vllm = {"data_parallel_size": 2}
+    policy = {"megatron_cfg": {"data_parallel_size": 3}, "generation": {"vllm_cfg": vllm, "colocated": {"enabled": engine}}}
+    config = configuration(algorithm="ppo", policy=policy, **sections)
+    plan = RunPlan.of(config)
+    assert plan.sharing == tuple(shares) and plan.devices == devices
+    with ExitStack() as stack:
+        found = shared_resources(config, plan, stack)
+        assert {role: resources.num_gpus for role, resources in found.items()} == shares
+        placed: Any = {id(one.bundles): one.bundles for one in found.values()}.values()
+        assert [bundles.count for bundles in placed] == [3] * bool(shares)
+    assert all(bundles.released for bundles in placed)
