@@ -98,32 +98,20 @@ def test_prompt_and_response(tmp_path: Path) -> None:
     assert (prompt.text, prompt.reference) == ("1+1=", "2")
 
 
-def test_conversation(tmp_path: Path) -> None:
-    turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye"), ("assistant", "ciao")]
-    (example,) = read(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
-    (row,) = encode_demonstrations([example], tokenizer)
-    whole = "[system]be brief[user]hi[assistant]yo<eos>[user]bye[assistant]ciao<eos>"
-    assert tokenizer.decode(row.tokens) == whole
-    assert learned(row) == ["yo<eos>", "ciao<eos>"]
-    (prompt,) = encode_prompts([example], tokenizer)
-    assert tokenizer.decode(prompt.tokens) == whole.removesuffix("ciao<eos>")
-    assert prompt.reference == "ciao"
-
-
-def test_a_prompt_of_messages(tmp_path: Path) -> None:
-    """As TRL's and verl's rows: SFT learns the response alone, which may be messages, too."""
+def test_conversations_and_prompts_of_messages(tmp_path: Path) -> None:
+    """As TRL's and verl's rows: SFT learns the response of a prompt alone, which may be messages, too."""
     turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye")]
     prompt = [{"role": role, "content": text} for role, text in turns]
     answer = {"role": "assistant", "content": "ciao"}
     rows = [{"prompt": prompt, "response": "ciao"}, {"prompt": prompt, "response": [answer]}]
     *examples, whole = read(tmp_path / "a.jsonl", [*rows, {"messages": [*prompt, answer]}])
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
-    for example in examples:
-        (row,), (same,) = encode_demonstrations([example], tokenizer), encode_demonstrations([whole], tokenizer)
-        assert row.tokens.tolist() == same.tokens.tolist() and learned(row) == ["ciao<eos>"]
-        (made,), (expected,) = encode_prompts([example], tokenizer), encode_prompts([whole], tokenizer)
-        assert (made.tokens.tolist(), made.reference) == (expected.tokens.tolist(), "ciao")
+    opened = "[system]be brief[user]hi[assistant]yo<eos>[user]bye[assistant]"
+    for example in (whole, *examples):
+        (row,), (made,) = encode_demonstrations([example], tokenizer), encode_prompts([example], tokenizer)
+        assert tokenizer.decode(row.tokens) == f"{opened}ciao<eos>"
+        assert learned(row) == ["yo<eos>", "ciao<eos>"][example is not whole :]
+        assert (tokenizer.decode(made.tokens), made.reference) == (opened, "ciao")
 
 
 @pytest.mark.parametrize(

@@ -153,22 +153,14 @@ def number_of(part: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_rows_have_the_tokens_and_the_mask_of_the_processor(family: Family, name: str, folder: Path) -> None:
-    messages = CONVERSATIONS[name]
-    (example,) = read(folder, [{"messages": messages}])
-    (row,) = demonstrations(family, [example])
+def test_rows_and_prompts_have_the_tokens_of_the_processor(family: Family, name: str, folder: Path) -> None:
+    messages, processor = CONVERSATIONS[name], MediaProcessor(processor_of(family))
+    examples = read(folder, [{"messages": messages}])
+    (row,), (prompt,) = demonstrations(family, examples), encode_prompts(examples, processor.tokenizer, processor)
     expected = truth(family, messages)
     assert row.tokens.tolist() == expected["input_ids"]
     assert row.loss_mask.tolist() == expected["assistant_masks"]
     check_media(family, row, numbers_of(messages))
-
-
-@pytest.mark.parametrize("name", CONVERSATIONS)
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_prompts_have_the_tokens_of_the_processor(family: Family, name: str, folder: Path) -> None:
-    messages = CONVERSATIONS[name]
-    processor = MediaProcessor(processor_of(family))
-    (prompt,) = encode_prompts(read(folder, [{"messages": messages}]), processor.tokenizer, processor)
     assert prompt.tokens.tolist() == truth(family, messages[:-1], opened=True)["input_ids"]
     check_media(family, prompt, numbers_of(messages[:-1]))
 
@@ -201,12 +193,12 @@ def test_any_conversation(family: Family, contents: list[list[Any]], folder: Pat
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Joins the parts of turns without images, as everywhere."""
-    return [
-        {**turn, "content": "".join(part["text"] for part in turn["content"])}
-        if isinstance(turn["content"], list) and not any(part["type"] == "image" for part in turn["content"])
-        else turn
-        for turn in messages
-    ]
+    turns = []
+    for turn in messages:
+        parts = turn["content"]
+        joins = isinstance(parts, list) and not any(part["type"] == "image" for part in parts)
+        turns.append({**turn, "content": "".join(part["text"] for part in parts)} if joins else turn)
+    return turns
 
 
 def _jsonl(folder: Path, source: Any) -> Path:
@@ -341,9 +333,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_image_is_an_error_with_its_line_or_dropped(
-    name: str, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_image_is_an_error_with_its_line_or_dropped(name: str, folder: Path, caplog: Any) -> None:
     source, expected = BROKEN[name]
     (folder / "rows.txt").write_text("text")
     (folder / "cut.png").write_bytes(png(0)[:-900])
@@ -370,22 +360,18 @@ def test_a_long_row_says_how_much_of_it_is_images(folder: Path) -> None:
         keep_fitting([row], 5, "error", "the bucket", "policy.x")
 
 
-def test_images_of_a_column_that_no_part_takes_are_an_error(folder: Path) -> None:
+def test_a_column_of_which_no_part_or_row_has_the_images_is_an_error(folder: Path) -> None:
     turns = [{"role": "user", "content": [{"type": "image"}]}, CONVERSATIONS["one"][1]]
-    with pytest.raises(DataError, match=r"line 1 has 1 more images in 'image'"):
-        read(folder, [{"messages": turns, "image": ["images/0.png", "images/1.png"]}], image_key="image")
-
-
-def test_a_column_that_no_row_has_is_an_error(folder: Path) -> None:
-    rows = [{"prompt": QUESTION, "response": ANSWER, "picture": "images/0.png"}]
-    with pytest.raises(DataError, match=r"no row has an image in 'image' \(data.image_key\); the columns are .*, picture"):
-        read(folder, rows, image_key="image")
+    more = {"messages": turns, "image": ["images/0.png", "images/1.png"]}
+    other = {"prompt": QUESTION, "response": ANSWER, "picture": "images/0.png"}
+    none = r"no row has an image in 'image' \(data.image_key\); the columns are .*, picture"
+    for row, says in ((more, "line 1 has 1 more images in 'image'"), (other, none)):
+        with pytest.raises(DataError, match=says):
+            read(folder, [row], image_key="image")
 
 
 @pytest.mark.parametrize("kind, value", [(HubImage(), picture(0)), (List(HubImage()), [picture(0)])], ids=["one", "a list"])
-def test_images_that_the_model_does_not_see_are_said(
-    kind: Any, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_images_that_the_model_does_not_see_are_said(kind: Any, value: Any, tmp_path: Path, caplog: Any) -> None:
     path = _hub(tmp_path, kind, value)
     (example,) = read_examples(path, "train", DataConfig(path=str(path)))
     assert not any(message.media for message in example.messages)
@@ -413,8 +399,6 @@ def test_a_model_without_a_processor_takes_no_images(folder: Path) -> None:
     with pytest.raises(ConfigError, match="line 1 has images, but the model has no processor"):
         encode_demonstrations(read(folder, [{"messages": CONVERSATIONS["one"]}]), tokenizer)
 
-
-def test_a_processor_that_hides_what_it_writes_is_refused() -> None:
     class Opaque:
         tokenizer = processor_of(FAMILIES[0]).tokenizer
         image_token = "<|image_pad|>"  # noqa: S105

@@ -218,17 +218,14 @@ def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:
     assert rewards.failed == 1 and rewards.message.startswith("ValueError: no such answer (")
 
 
-@pytest.mark.parametrize(("function", "batched"), [("one_at_a_time", False), ("one_at_a_time_batched", True)])
+@pytest.mark.parametrize(
+    ("function", "batched"), [("one_at_a_time", False), ("one_at_a_time_batched", True), ("with_its_own_loop", False)]
+)
 def test_the_event_loop_is_shared_by_all_calls(function: str, batched: bool) -> None:
-    """A semaphore, like a judge's HTTP client, is bound to its event loop."""
+    """A semaphore, like a judge's HTTP client, is bound to its event loop. A function may also run its own."""
     with RewardRunner(config_of(function, batched=batched)) as runner:
         for _ in range(3):
             assert rewarded(runner, ["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
-
-
-def test_a_function_of_single_samples_may_run_its_own_loop() -> None:
-    with RewardRunner(config_of("with_its_own_loop", batched=False)) as runner:
-        assert rewarded(runner, ["p"] * 2, ["a", "abc"], ["r"] * 2).values.tolist() == [1.0, 3.0]
 
 
 def test_a_hanging_coroutine_fails_alone_without_a_retry(tmp_path: Path) -> None:
@@ -374,6 +371,9 @@ def test_a_reward_asks_for_columns_by_name(tmp_path: Path) -> None:
     assert not actual.message
     columns = {name: values.tolist() for name, values in actual.parts.items()}
     assert columns == {"prompt_ids": [2.0, 2.0], "completion_ids": [1.0, 2.0], "logprobs": [1.0, 2.0]}
+    (without,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2"}])
+    actual = rewards_by_part(config_of("level"), ["1"], without)
+    assert actual.failed == 1 and "NoneType" in actual.message
 
 
 def test_only_values_with_a_parameter_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,12 +381,6 @@ def test_only_values_with_a_parameter_are_made(tmp_path: Path, monkeypatch: pyte
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
     monkeypatch.setattr("dagrl.rl.rollout.scoring.messages_of", None)
     assert rewards_by_part(config_of("level"), ["1"], prompt).values.tolist() == [7.0]
-
-
-def test_rows_without_a_column_get_none(tmp_path: Path) -> None:
-    (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2"}])
-    actual = rewards_by_part(config_of("level"), ["1"], prompt)
-    assert actual.failed == 1 and "NoneType" in actual.message
 
 
 def test_named_parts_are_weighted_and_kept() -> None:
