@@ -113,16 +113,13 @@ def test_spans_are_of_turns(sampled: list[bool]) -> None:
     assert episode.spans() == [(run[0], run[-1] + 1) for run in runs]
 
 
-def test_median_spread_and_share_between_prompts() -> None:
+def test_lengths_follow_the_seed_with_a_median_a_spread_and_a_share_between_prompts() -> None:
     config = ForcedLengths(median=640, sigma=0.8)
     table = np.log([forced_lengths(config, 0, key, range(key * 100, key * 100 + 30), 10**9) for key in range(500)])
     assert np.exp(np.median(table)) == pytest.approx(640, rel=0.06)
     assert table.std() == pytest.approx(0.8, rel=0.05)
     between = table.mean(axis=1).var() - table.var(axis=1).mean() / 30
     assert between / table.var() == pytest.approx(0.5, abs=0.05)
-
-
-def test_lengths_follow_the_seed_and_are_bounded() -> None:
     config = ForcedLengths(median=30, sigma=2.0)
     first = forced_lengths(config, 0, 3, range(100), 64)
     assert first == forced_lengths(config, 0, 3, range(100), 64) != forced_lengths(config, 0, 4, range(100), 64)
@@ -150,12 +147,9 @@ def test_rows_are_sorted_by_id() -> None:
     assert packed.tokens.tolist() == [[7, 0, 0], [4, 5, 6]]
     assert [packed.request(row) for row in range(len(packed))] == [ROWS[1], ROWS[0]]
     assert (packed.unfinished, packed.engine_steps, packed.finish_reasons) == (3, 4, ("stop", "length"))
-
-
-def test_nothing_finished() -> None:
-    packed = pack_generated([], RUNNING, 4)
-    assert (len(packed), packed.tokens.shape, packed.unfinished) == (0, (0, 0), 3)
-    assert merge_generated([packed, pack_generated([], RUNNING[::-1], 4)]) is packed
+    none = pack_generated([], RUNNING, 4)
+    assert (len(none), none.tokens.shape, none.unfinished) == (0, (0, 0), 3)
+    assert merge_generated([none, pack_generated([], RUNNING[::-1], 4)]) is none
 
 
 def test_equal_parts_merge_in_a_tree_and_survive_pickling() -> None:
@@ -164,6 +158,7 @@ def test_equal_parts_merge_in_a_tree_and_survive_pickling() -> None:
     assert merged.digest == generated().digest
     assert merge_generated([generated(), generated(logprobs=[-1.0, -2.0, -0.50000006])]), "their last bits may differ"
     np.testing.assert_array_equal(merged.tokens, parts[0].tokens)
+    assert checksum([4, 5], checksum([1, 2, 3])) == checksum([1, 2, 3, 4, 5]) != checksum([1, 2, 3, 5, 4])
 
 
 @pytest.mark.parametrize(
@@ -188,10 +183,6 @@ def test_errors_name_the_request_that_differs(other: generation.Generated, messa
         merge_generated([generated(), generated(), other])
 
 
-def test_checksums_continue() -> None:
-    assert checksum([4, 5], checksum([1, 2, 3])) == checksum([1, 2, 3, 4, 5]) != checksum([1, 2, 3, 5, 4])
-
-
 def test_engine_steps_of_all_shards_or_per_shard() -> None:
     rows = Batch({"lengths": np.zeros(0, np.int64)})
     for wanted, steps in ((5, [5, 5, 5]), ((1, 2, 0), [1, 2, 0])):
@@ -214,12 +205,12 @@ def test_a_slow_group_is_waited_for_in_its_last_step() -> None:
     assert [group.number for group in buffer.take() or ()] == [slow]
 
 
-def test_finished_groups_are_listed_by_number() -> None:
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=2)
-    for number in reversed([buffer.start() for _ in range(3)]):
+def test_finished_groups_are_taken_and_listed_by_number() -> None:
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1)
+    for number in reversed([buffer.start() for _ in range(4)]):
         buffer.finish(number, "")
-    assert [group.number for group in buffer.take() or ()] == [0]
-    assert [group.number for group in buffer.finished()] == [1, 2]
+    assert [group.number for group in buffer.take() or ()] == [0, 1]
+    assert [group.number for group in buffer.finished()] == [2, 3]
 
 
 TOKENIZER = byte_tokenizer("")
@@ -307,9 +298,6 @@ def test_the_field_keeps_every_byte_through_padding_and_splitting() -> None:
         np.testing.assert_array_equal(actual[: len(expected)], expected)
         assert (actual[len(expected) : 5] == MISSING).all()
     assert encoded(batch) is not None
-
-
-def test_a_sequence_without_a_record_is_an_error() -> None:
     with pytest.raises(RunError, match="1 of 2 sequences have no record"):
         field_of([record(2), None], 4)
 

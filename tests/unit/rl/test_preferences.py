@@ -108,17 +108,14 @@ def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
     assert np.abs(actual.weights).min() > 1e-4
 
 
-def test_sums_that_are_not_finite_are_no_error_of_the_loss() -> None:
-    actual = losses_of(config_of(), np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
-    assert np.isnan(actual.weights).all() and np.isnan(actual.metrics["loss"])
-
-
 def test_metrics_of_dpo_are_those_of_trl() -> None:
     sums, fixed = np.array([-3.0, -5.0, -4.0, -5.0]), np.array([-4.0, -4.0, -3.0, -3.0])
     actual = losses_of(config_of(beta=BETA), sums, np.full(4, 2), fixed).metrics
     chosen, rejected = BETA * (1 - 1) / 2, BETA * (-1 - 2) / 2
     expected = {"accuracy": 1.0, "chosen_reward": chosen, "rejected_reward": rejected, "margin": 1.5 * BETA}
     assert {name: actual[f"preference/{name}"] for name in expected} == pytest.approx(expected)
+    broken = losses_of(config_of(), np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
+    assert np.isnan(broken.weights).all() and np.isnan(broken.metrics["loss"]), "no error of the loss"
 
 
 @pytest.mark.parametrize(

@@ -273,19 +273,14 @@ def test_an_answer_that_fills_the_context_ends_the_sequence(words: int, reason: 
         assert bench.batches[0]["max_new_tokens"].tolist() == [1] and len(episode) == ROOM
 
 
-def test_a_request_is_limited_to_the_rest_of_its_turn() -> None:
-    bench = Bench()
-    bench.rollouts.start(group(0, begun(6), begun(6, turn_start=4)))
-    bench.rollouts.look_ahead()
-    assert sorted(bench.batches[0]["max_new_tokens"].tolist()) == [LIMIT - 6, LIMIT - 2]
-
-
-def test_requests_are_ordered_by_cohort() -> None:
+def test_requests_are_ordered_by_cohort_and_limited_to_the_rest_of_their_turn() -> None:
     bench = Bench(vllm_cfg=VllmConfig(max_num_seqs=3))
-    for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
-        bench.rollouts.start(group(count, begun(count), cohort=cohort))
+    for count, cohort, start in ((3, 1, 0), (9, 0, 4), (2, 0, 0), (1, 0, 0)):
+        bench.rollouts.start(group(count, begun(count, turn_start=start), cohort=cohort))
     bench.rollouts.look_ahead()
-    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == [9, 2, 1, 3]
+    batch = bench.batches[0]
+    assert (batch["lengths"] - len(PROMPT)).tolist() == [9, 2, 1, 3]
+    assert batch["max_new_tokens"].tolist() == [LIMIT - 5, LIMIT - 2, LIMIT - 1, LIMIT - 3]
 
 
 def test_turns_go_on_after_answers_until_they_are_the_most() -> None:

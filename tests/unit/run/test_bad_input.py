@@ -460,6 +460,8 @@ def test_errors_in_user_code(overrides: tuple[str, ...], message: str, function:
     code, errors = run(*(word.format(__name__) for word in overrides))
     assert code == 2 and errors.startswith(f"dagrl: error: {message.format(__name__)}")
     assert errors.count("Traceback") == 1 and "test_bad_input.py" in errors and f", in {function}\n" in errors
+    with pytest.raises(UserError):
+        run(*(word.format(__name__) for word in overrides), "--debug")
 
 
 def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
@@ -670,29 +672,16 @@ def test_settings_that_bias_the_gradient_are_warned_about(run: Run, caplog: pyte
 
 
 def test_conversations_that_the_template_rejects_are_dropped(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    template = "{% for m in messages %}{{ m.content if m.role != 'tool' else raise_exception('no tools') }}{% endfor %}"
-    turns = [{"role": "user", "content": "1+1="}, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]
-    rejected = json.dumps({"messages": turns})
-    words = ("--dry-run", f"policy.tokenizer.chat_template={json.dumps(template)}", "data.val_fraction=0")
-    assert "line 26: the chat template rejects" in run(*words, lines=(*good_lines(), rejected))[1]
-    assert run(*words, "data.invalid=drop", lines=(*good_lines(), rejected))[0] == 0
-    assert "the chat template: dropped 1 of 26 examples" in caplog.text and "line 26: the chat template rej" in caplog.text
-
-
-def test_what_differs_in_the_rows_that_stay_is_said_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """What differs in the rows that stay is said once."""
     template = "{% for m in messages %}{{ m.content if m.role != 'tool' else raise_exception('no tools') }}{% endfor %}"
     question, result = {"role": "user", "content": "1+1="}, {"role": "tool", "content": "2"}
     answer = {"role": "assistant", "content": "2", "reasoning_content": "2=1+1"}
     rows = [json.dumps({"messages": turns}) for turns in [[question, answer]] * 3 + [[question, result, answer]]]
-    words = ("--dry-run", "algorithm=sft", f"policy.tokenizer.chat_template={json.dumps(template)}", "data.invalid=drop")
-    assert run(*words, "data.val_fraction=0", lines=rows)[0] == 0
-    assert "dropped 1 of 4 examples" in caplog.text and caplog.text.count("other conversations: ") == 1
-    assert "line 1 and 2 other conversations: " in caplog.text
-
-
-def test_debug_shows_the_traceback(run: Run) -> None:
-    with pytest.raises(UserError, match="seed"):
-        run("seed=many", "--debug")
+    words = ("--dry-run", "algorithm=sft", f"policy.tokenizer.chat_template={json.dumps(template)}", "data.val_fraction=0")
+    assert "line 4: the chat template rejects" in run(*words, lines=rows)[1] and not caplog.text
+    assert run(*words, "data.invalid=drop", lines=rows)[0] == 0
+    assert "the chat template: dropped 1 of 4 examples" in caplog.text and "line 4: the chat template rej" in caplog.text
+    assert caplog.text.count("other conversations: ") == 1 and "line 1 and 2 other conversations: " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,7 @@ def test_every_second_recorded_request_takes_the_likeliest_tokens() -> None:
     tape: Any = Tape.__new__(Tape)
     assert tape.adapted(requests(0, 0, 0, 1))["greedy"].tolist() == [1, 0, 1, 1]
     assert tape.adapted(7) == 7
-    tokens = Batch({"lengths": np.array([2])}, {})
-    assert tape.adapted(tokens) is tokens
+    assert tape.adapted(tokens := Batch({"lengths": np.array([2])}, {})) is tokens
 
 
 def test_one_bit_is_within_the_bound_and_a_changed_number_is_not() -> None:
@@ -138,13 +137,14 @@ def test_the_first_value_beyond_its_bound_is_named() -> None:
     near[1] += 1e-6
     far[[1, 4]] += np.array([1e-6, 1e-2], np.float32)
     name = "prev_logprobs of row 3"
-    report = compared([("logprobs", {name: column})], [{name: near}])["logprobs"]
-    assert (report.verdict, report.unequal, report.values) == ("within", 1, 6)
-    report = compared([("logprobs", {name: column})], [{name: far}])["logprobs"]
-    assert (report.verdict, report.unequal) == ("differs", 2)
-    assert report.first.startswith("replay 1 of 1: prev_logprobs of row 3 at [4] was -1.0, and is now -0.99")
-    assert compared([("logprobs", {name: column})], [{}])["logprobs"].first.endswith("was there, and is now missing")
-    assert compared([("logprobs", {name: column})], [{name: column[:5]}])["logprobs"].verdict == "differs"
+    close, differs, missing, short = (
+        compared([("logprobs", {name: column})], [new])["logprobs"]
+        for new in ({name: near}, {name: far}, {}, {name: column[:5]})
+    )
+    assert (close.verdict, close.unequal, close.values) == ("within", 1, 6)
+    assert (differs.verdict, differs.unequal, short.verdict) == ("differs", 2, "differs")
+    assert differs.first.startswith("replay 1 of 1: prev_logprobs of row 3 at [4] was -1.0, and is now -0.99")
+    assert missing.first.endswith("was there, and is now missing")
 
 
 def test_requests_are_compared_over_quanta_up_to_the_first_other_token() -> None:
@@ -262,9 +262,8 @@ def test_the_sketch_changes_by_the_change_of_an_element() -> None:
 
 def test_golden_runs_of_this_release_can_be_read() -> None:
     runs = sorted(path for path in SHIPPED.iterdir() if path.is_dir())
-    assert {path.name for path in runs} == {
-        *("sft_megatron", "sft_fsdp", "sft_tp2", "grpo_megatron", "grpo_fsdp", "grpo_async", "grpo_lora")
-    }
+    sft, grpo = ("megatron", "fsdp", "tp2"), ("megatron", "fsdp", "async", "lora")
+    assert {path.name for path in runs} == {*(f"sft_{name}" for name in sft), *(f"grpo_{name}" for name in grpo)}
     several: dict[str, bool] = {}
     for run in runs:
         assert (run / BOUNDS_FILE).exists(), "dagrl certify --measure writes it"

@@ -57,23 +57,17 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
-def test_a_checkpoint_is_synced_before_it_is_renamed(store: CheckpointStore, on_disk: list[Path]) -> None:
-    saved = save(store, 1)
-    written = store.root / "step_00000001.tmp"
-    names = [path.relative_to(saved) for path in saved.rglob("*")]
-    assert {written, *(written / name for name in names)} <= set(on_disk)
-    assert on_disk[-1] == store.root  # where it got its name
-
-
-def test_a_directory_is_synced_before_it_is_renamed(tmp_path: Path, on_disk: list[Path]) -> None:
+def test_a_directory_is_synced_before_it_is_renamed(tmp_path: Path, store: CheckpointStore, on_disk: list[Path]) -> None:
     partial, target = tmp_path / "hf.partial", tmp_path / "hf"
     for directory, content in ((target, "old"), (partial, "new")):
         directory.mkdir()
         (directory / "config.json").write_text(content)
     replace_directory(partial, target)
     assert on_disk == [partial / "config.json", partial, tmp_path]
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert (target / "config.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (target / "config.json").read_text() == "new"
+    saved, written = save(store, 1), store.root / "step_00000001.tmp"
+    assert {written, *(written / path.relative_to(saved) for path in saved.rglob("*"))} <= set(on_disk)
+    assert on_disk[-1] == store.root  # where it got its name
 
 
 @pytest.mark.parametrize("size", [0, 100])

@@ -139,13 +139,11 @@ def test_colocated_engines_cache_all_sequences_and_no_more(machine: Any, new_tok
     assert (found is None) == (not fits) and (found is None or needed < found < 1.1 * needed)
 
 
-@pytest.mark.parametrize(
-    ("gib", "new_tokens", "together", "stay"),
-    [(80, 128, True, True), (64, 128, True, False), (50, 128, False, False), (80, 1024, False, False)],
-)
-def test_colocated_engines_start_next_to_training_where_both_fit(
-    machine: Any, gib: int, new_tokens: int, together: bool, stay: bool
-) -> None:
+BOTH_FIT = [(80, 128, True, True), (64, 128, True, False), (50, 128, False, False), (80, 1024, False, False)]
+
+
+@pytest.mark.parametrize(("gib", "new_tokens", "together", "stay"), BOTH_FIT)
+def test_engines_start_next_to_training(machine: Any, gib: int, new_tokens: int, together: bool, stay: bool) -> None:
     """Training takes 13.5 GB, 30 at its peak, and generation 31 GB with 22 GB of KV cache; that of 1,024 new tokens is not
     known. Where the peaks fit, nothing ever leaves, and training is warmed up while the engine starts."""
     machine(1, gib)
@@ -358,9 +356,7 @@ def test_the_backend_is_the_one_that_has_the_model(algorithm: str, model_type: s
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     derived = derive.derive_from_machine(minimal(algorithm, policy={"model_name": str(tmp_path)}))
     policy, fsdp, kind = derived.config.policy, model_type != "qwen3", "Value" * (algorithm == "reward_model")
-    assert policy.worker == (
-        f"dagrl.workers.fsdp:Fsdp{kind}Worker" if fsdp else f"dagrl.workers.megatron:Megatron{kind}Worker"
-    )
+    assert policy.worker == "dagrl.workers." + (f"fsdp:Fsdp{kind}Worker" if fsdp else f"megatron:Megatron{kind}Worker")
     assert policy.backend == ("fsdp" if fsdp else "megatron")
     assert model_type in derived.reasons["policy.backend"]
     assert (policy.fsdp_cfg.data_parallel_size, policy.megatron_cfg.data_parallel_size) == ((2, 1) if fsdp else (1, 2))
@@ -378,22 +374,18 @@ def test_each_role_has_the_backend_of_its_model(machine: Any, tmp_path: Path) ->
     assert RunPlan.of(config).layouts["critic"].dp == 2
 
 
-def test_a_worker_and_a_backend_exclude_each_other(machine: Any) -> None:
-    machine(0)
-    with pytest.raises(ConfigError, match=r"policy\.backend and policy\.worker are both set"):
-        derive.derive_from_machine(minimal(policy={"backend": "fsdp", "worker": "dagrl.examples.hf_worker:HfWorker"}))
-    assert derive.derive_from_machine(minimal(policy={"worker": "a:B"})).config.policy.worker == "a:B"
-
-
 class Inheriting(FsdpWorker):
     """A user's own."""
 
 
-def test_a_class_of_a_backend_has_its_layout(machine: Any) -> None:
+def test_a_worker_is_of_its_backend_alone(machine: Any) -> None:
+    def derived(**policy: str) -> Config:
+        return derive.derive_from_machine(minimal(policy=policy)).config
+
     machine(0)
-    own = derive.derive_from_machine(minimal(policy={"backend": "fsdp", "worker": f"{__name__}:Inheriting"})).config
-    named = derive.derive_from_machine(minimal(policy={"worker": "dagrl.workers.fsdp:FsdpWorker"})).config
-    assert own.policy.backend == named.policy.backend == "fsdp"
-    alone = derive.derive_from_machine(minimal(policy={"worker": f"{__name__}:Inheriting"})).config
+    own, named = derived(backend="fsdp", worker=f"{__name__}:Inheriting"), derived(worker="dagrl.workers.fsdp:FsdpWorker")
+    assert own.policy.backend == named.policy.backend == "fsdp" and derived(worker="a:B").policy.worker == "a:B"
     with pytest.raises(ConfigError, match=r"inherits from FSDP workers, but policy\.backend is auto; set it to fsdp"):
-        Inheriting.check(alone, {"model_type": "gemma3_text"})
+        Inheriting.check(derived(worker=f"{__name__}:Inheriting"), {"model_type": "gemma3_text"})
+    with pytest.raises(ConfigError, match=r"policy\.backend and policy\.worker are both set"):
+        derived(backend="fsdp", worker="dagrl.examples.hf_worker:HfWorker")

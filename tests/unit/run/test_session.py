@@ -149,8 +149,7 @@ def test_files_of_samples_are_complete_before_a_checkpoint(changed: dict[str, An
 
 
 def test_exposed_generation_is_summed_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([1.0, 3.0, 10.0, 14.0])
-    monkeypatch.setattr(grpo, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(grpo, "time", MagicMock(**{"perf_counter.side_effect": [1.0, 3.0, 10.0, 14.0]}))
     metrics = {"timing_s/exposed_generation": 0.0}
     for _ in range(2):
         with exposed(metrics):

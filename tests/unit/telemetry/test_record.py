@@ -28,7 +28,7 @@ from dagrl.telemetry.record import (
     put_back_config,
     read_metrics,
 )
-from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files, table_of
+from dagrl.telemetry.rollouts import OTHER, STEP, RolloutFiles, read_rollouts, rollout_files, table_of
 from tests.unit.run.saving import full_disk
 
 
@@ -206,16 +206,12 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
         RunRecord(config(tmp_path, **{f"{package}_enabled": True}))
 
 
-def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_absolute_and_a_check_for_running_runs_makes_none(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     paths = RunPaths.of(config(Path()))
+    with lock_run(paths, existing=True):
+        assert not any(tmp_path.iterdir())
     assert (paths.final_model, paths.checkpoints) == (tmp_path / "runs/tiny/final_model", tmp_path / "runs/tiny/checkpoints")
-
-
-def test_a_check_for_running_runs_makes_no_file(tmp_path: Path) -> None:
-    with lock_run(RunPaths.of(config(tmp_path)), existing=True):
-        pass
-    assert not any(tmp_path.iterdir())
 
 
 def test_warning_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -253,22 +249,17 @@ def test_the_oldest_steps_are_deleted_above_the_limit(tmp_path: Path) -> None:
     assert list(rollout_files(tmp_path)) == [6]
 
 
-def test_a_resumed_run_deletes_the_steps_it_repeats(tmp_path: Path) -> None:
-    files = RolloutFiles(tmp_path, max_bytes=None)
+def test_samples_that_were_not_trained_on_are_deleted_too(tmp_path: Path) -> None:
+    """By a resumed run, which repeats their step, and above the limit, where the newest file is kept."""
+    files, table = RolloutFiles(tmp_path, max_bytes=None), table_of([ROW])
     for step in (1, 2, 3):
-        files.write(step, table_of([ROW]))
-        files.write(step, table_of([ROW]), OTHER)
-    RolloutFiles(tmp_path, max_bytes=None, resumed_step=2)
+        files.write(step, table)
+        files.write(step, table, OTHER)
+    bounded = RolloutFiles(tmp_path, max_bytes=1, resumed_step=2)
     assert list(rollout_files(tmp_path)) == list(rollout_files(tmp_path, OTHER)) == [1, 2]
-
-
-def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> None:
-    files = RolloutFiles(tmp_path, max_bytes=1)
-    files.write(1, table_of([ROW]), OTHER)
-    files.write(1, table_of([ROW]))
-    assert list(rollout_files(tmp_path, OTHER)) == [] and list(rollout_files(tmp_path)) == [1], "the newest file is kept"
-    files.write(2, table_of([ROW]), OTHER)
-    assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]
+    for step, kind, kept in ((3, STEP, ([3], [])), (4, OTHER, ([], [4]))):
+        bounded.write(step, table, kind)
+        assert (list(rollout_files(tmp_path)), list(rollout_files(tmp_path, OTHER))) == kept
 
 
 def test_a_full_disk_error_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
