@@ -31,7 +31,6 @@ from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, 
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.store import reserve_port
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from tests import channel_cases as cases
 from tests.unit.refit.weight_reference import (
     VllmRank,
     Weights,
@@ -176,8 +175,6 @@ def mailboxes(place: Place) -> object:
 
     Gives that list, and the memory files that rank 0 had open before the first message and after the release.
     """
-    from dagrl.channels.ipc_memory import HostSegment
-
     channel = place.open()
     before = _memory_files()
     torn: list[int] = []
@@ -538,20 +535,20 @@ class SharedMemory:
         return SharedAllocation(segment.bytes.data_ptr(), segment.handle)
 
 
-def mapped_refit(place: cases.Place) -> object:
+def mapped_refit(place: Place) -> object:
     """Five versions. Returns how many rounds of messages each took.
 
     At the second the sender's memory was given back and taken again, at the same addresses. Its tensors have new memory at
     the third, the receiver's at the fourth, and the sender's again at the fifth, memory that cannot be mapped.
     """
-    plan, layout = cases._refit_plan(2, devices=("gpu", "gpu"))
+    plan, layout = _refit_plan(2, devices=("gpu", "gpu"))
     channel, memory = place.open(), SharedMemory()
     assert isinstance(channel, IpcChannel)
     if place.device == "cpu":
         ipc_memory.allocation_of = memory.allocation_of  # type: ignore[assignment]
-    weights = hf_weights(cases.CONFIG)
-    expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
-    held = megatron_tensors(weights, cases.CONFIG, layout, 0) if place.rank == 0 else zeros_like(expected)
+    weights = hf_weights(CONFIG)
+    expected = vllm_tensors(weights, CONFIG, 1, 0)
+    held = megatron_tensors(weights, CONFIG, layout, 0) if place.rank == 0 else zeros_like(expected)
 
     def allocated(tensors: Weights) -> Weights:
         if place.device == "cpu":

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -103,13 +104,10 @@ def test_rollouts_fit_the_configuration_of_a_run(tmp_path: Path) -> None:
     config = Config.model_validate(grpo_config(case, tmp_path, {}))
     check_settings(config, RunPlan.of(config))
     assert config.grpo.num_prompts_per_step * GROUP == 128 and config.policy.train_micro_batch_size == 16
-    layers, heads, size = (
-        SHAPES["qwen3-0.6b"].config[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim")
-    )
-    blocks = (
-        128 * 17 + 16 * 8 + 16
-    )  # completions with one block more each, prompts once a group, and one block of slack each
-    assert case.kv_bytes == blocks * 16 * 2 * 2 * layers * heads * size  # type: ignore[operator]
+    shape: Any = SHAPES["qwen3-0.6b"].config
+    # Completions with one block more each, prompts once a group, and one block of slack each.
+    blocks, size = 128 * 17 + 16 * 8 + 16, shape["num_key_value_heads"] * shape["head_dim"]
+    assert case.kv_bytes == blocks * 16 * 2 * 2 * shape["num_hidden_layers"] * size
     assert RolloutCase(**asdict(case)) == case
 
 
@@ -219,27 +217,10 @@ def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
     check_model(config, plan, mapping.model, worker_classes(config, plan))
 
 
-class _Engine:
-    """A worker that keeps its calls, and rejects one update."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def start_weight_update(self) -> None:
-        self.seen.append("start")
-
-    def update_weights(self, update_info: Any) -> None:
-        self.seen.append(update_info)
-        if update_info == "bad":
-            raise ValueError("no such parameter")
-
-    def finish_weight_update(self) -> None:
-        self.seen.append("finish")
-
-
 def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:
-    port = reserve_port()
-    engine = _Engine()
+    """One of two updates is rejected."""
+    port, engine = reserve_port(), Mock()
+    engine.update_weights.side_effect = [ValueError("no such parameter"), None]
 
     def generation() -> None:
         control = Control(port, 1, 2, 20)
@@ -258,4 +239,5 @@ def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:
         calls.call("done")
         control.barrier()
         answered.result(20)
-    assert engine.seen == ["start", "bad", {"names": ["a"]}, "finish"]
+    updates = call.update_weights("bad"), call.update_weights({"names": ["a"]})
+    assert engine.mock_calls == [call.start_weight_update(), *updates, call.finish_weight_update()]

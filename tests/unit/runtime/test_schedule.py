@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Phase, Role, Shard, join, methods_of, phase
+from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
@@ -40,19 +40,19 @@ def step(train: Shard, batch):
     return train.map("forward", batch)
 
 
-@phase
-def coded(train: Shard, value):
-    return train.map("forward", value)
+def maps(name: str, *roles: str, inputs: Mapping[str, Field] | None = None) -> Phase:
+    """A phase that maps `forward` over the shards of these roles."""
+
+    def function(value: Input, **shards: Shard) -> Value:
+        values = [shard.map("forward", value) for shard in shards.values()]
+        return join(*values) if len(values) > 1 else values[0]
+
+    return Phase(name, function, inputs, roles)
 
 
-@phase(inputs={})
-def scores(train: Shard, batch):
-    return train.map("forward", batch)
-
-
-@phase
-def other(train: Shard, value):
-    return train.map("forward", value)
+other, coded, scores = maps("other", "train"), maps("coded", "train"), maps("scores", "train", inputs={})
+elsewhere, both = maps("elsewhere", "reference"), maps("both", "train", "reference")
+produce, send = maps("produce", "generation", inputs=BATCH), maps("send", "train", "generation")
 
 
 class Graph:
@@ -297,16 +297,6 @@ def test_two_phases_of_one_name_are_refused(scheduler: Scheduler) -> None:
         scheduler.add(namesake, warmup_value=0)
     with pytest.raises(RunError, match="another phase of that name"):
         scheduler.replay(namesake, 1)
-
-
-@phase
-def elsewhere(reference: Shard, value):
-    return reference.map("forward", value)
-
-
-@phase
-def both(train: Shard, reference: Shard, value):
-    return join(train.map("forward", value), reference.map("forward", value))
 
 
 @pytest.fixture
@@ -703,16 +693,6 @@ def test_recover_keeps_idle_graphs_on_unchanged_workers(scheduler: Scheduler, gr
     scheduler.replay(other, 1)
     assert scheduler.recover() == {"other": [0, 1]}
     assert scheduler.recover() == {} and group.gates[-1] == [2, 2]
-
-
-@phase(inputs=BATCH)
-def produce(generation: Shard, batch):
-    return generation.map("forward", batch)
-
-
-@phase
-def send(train: Shard, generation: Shard, value):
-    return join(train.map("forward", value), generation.map("forward", value))
 
 
 def test_a_codec_splits_over_the_shards_that_have_workers(scheduler: Scheduler, made: list[Graph]) -> None:

@@ -16,6 +16,12 @@ from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, scored_lo
 
 PADDED, SIZE, HIDDEN = 128, 100, 24  # 28 rows of padding, not to be counted
 
+
+def leaves(*tensors: Tensor, double: bool = False) -> list[Any]:
+    """Returns copies to differentiate by."""
+    return [(tensor.double() if double else tensor.clone()).requires_grad_() for tensor in tensors]
+
+
 keeping = pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 
 
@@ -27,12 +33,10 @@ def test_values_and_gradients_are_those_of_log_softmax(chunk: int | None, temper
     hidden, weight = torch.randn(3, 7, HIDDEN), torch.randn(PADDED, HIDDEN)
     labels, weights = torch.randint(0, SIZE, (3, 7)), torch.randn(3, 7)
 
-    mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    mine, theirs = leaves(hidden, weight), leaves(hidden, weight)
     layer = OutputLayer(mine[1], VocabularyShard(0, SIZE), temperature, chunk, keeps)
     found, entropy = token_logprobs(mine[0], labels, layer)
     (found * weights).sum().backward()
-
-    theirs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     distribution = ((theirs[0] @ theirs[1].T)[..., :SIZE] / temperature).log_softmax(-1)
     expected = distribution.gather(-1, labels[..., None])[..., 0]
     (expected * weights).sum().backward()
@@ -49,7 +53,7 @@ def test_scored_tokens_have_the_values_and_gradients_of_all_tokens() -> None:
     mask = torch.rand(3, 7) < 0.5
     found = []
     for scored in (None, mask.flatten().nonzero().flatten()):
-        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        mine = leaves(hidden, weight)
         layer = OutputLayer(mine[1], VocabularyShard(0, SIZE))
         logprobs, entropy = scored_logprobs(mine[0], labels, scored, partial(token_logprobs, layer=layer))
         (logprobs.square() * mask).sum().backward()
@@ -76,16 +80,16 @@ def test_vocabulary_parallel_results_equal_those_of_one_worker(chunk: int | None
         first, size = PARTS[rank]
         group = ProcessGroupGloo(store, rank, len(PARTS), timedelta(seconds=30))
         rows = torch.cat([weight[first : first + size], torch.full((48 - size, HIDDEN), 1e3)])
-        leaves = hidden.clone().requires_grad_(), rows.requires_grad_()
-        layer = OutputLayer(leaves[1], VocabularyShard(first, size, group), 0.6, chunk, keeps)
-        logprobs, entropy = token_logprobs(leaves[0], labels, layer)
+        mine = leaves(hidden, rows)
+        layer = OutputLayer(mine[1], VocabularyShard(first, size, group), 0.6, chunk, keeps)
+        logprobs, entropy = token_logprobs(mine[0], labels, layer)
         (logprobs * weights).sum().backward()
-        assert leaves[0].grad is not None and leaves[1].grad is not None and not leaves[1].grad[size:].any()
-        return [logprobs.detach(), entropy, leaves[0].grad, leaves[1].grad[:size]]
+        assert not mine[1].grad[size:].any()
+        return [logprobs.detach(), entropy, mine[0].grad, mine[1].grad[:size]]
 
     with ThreadPoolExecutor(len(PARTS)) as workers:
         results = list(workers.map(run, range(len(PARTS))))
-    one = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    one = leaves(hidden, weight, double=True)
     distribution = (one[0] @ one[1].T / 0.6).log_softmax(-1)
     expected = distribution.gather(-1, labels[:, None])[:, 0]
     (expected * weights).sum().backward()
@@ -124,17 +128,16 @@ def test_gradients_of_kept_exponentials_are_as_exact_as_their_type() -> None:
     weight[7] = 0.9 * hidden[3]
     labels, weights = torch.randint(0, SIZE, (40,)), torch.randn(40)
     labels[3] = 7
-    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    exact = leaves(hidden, weight, double=True)
     logits = exact[0] @ exact[1].T
     logits = logits + ((hidden @ weight.T).double() - logits).detach()  # a CPU rounds products to bfloat16
     (logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0] * weights).sum().backward()
     for keeps in (False, True):
-        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        mine = leaves(hidden, weight)
         logprobs, _ = token_logprobs(mine[0], labels, OutputLayer(mine[1], VocabularyShard(0, SIZE), keeps=keeps))
         assert logprobs[3].exp() > 1 - 2**-9
         (logprobs * weights).sum().backward()
         for own, other in zip(mine, exact, strict=True):
-            assert own.grad is not None and other.grad is not None
             error = (own.grad.double() - other.grad).norm(dim=-1) / other.grad.norm(dim=-1)
             assert error.max() < 2**-7
 

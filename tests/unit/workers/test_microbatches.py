@@ -13,7 +13,7 @@ from dagrl.errors import DataError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.train.microbatches import Microbatch, RoutedModel, Segments, make_segments, split_batch, warmup_batches
+from dagrl.workers.train.microbatches import Microbatch, RoutedModel, make_segments, split_batch, warmup_batches
 from dagrl.workers.train.row_plans import ParallelRank, SplitRule, largest, pack, prefix_groups, row_widths, spread
 
 WIDTH = 24
@@ -117,13 +117,8 @@ def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple
 @pytest.mark.parametrize(
     ("rows", "limit", "pp", "shape", "count"),
     [
-        (4, 8, 1, 4, 1),
-        (10, 8, 1, 5, 2),
-        (16, 8, 1, 8, 2),
-        (9, 4, 1, 3, 3),
-        (4, 4, 2, 2, 2),
-        (1, 4, 2, 1, 2),
-        (5, 2, 2, 2, 4),
+        *((4, 8, 1, 4, 1), (10, 8, 1, 5, 2), (16, 8, 1, 8, 2), (9, 4, 1, 3, 3)),
+        *((4, 4, 2, 2, 2), (1, 4, 2, 1, 2), (5, 2, 2, 2, 4)),
     ],
 )
 def test_microbatches_of_rows_are_equal_with_minimal_padding(rows: int, limit: int, pp: int, shape: int, count: int) -> None:
@@ -362,15 +357,12 @@ def test_queries_after_a_prefix_see_its_keys_and_others_none(groups: list[list[i
     if segments.prefixes is None:
         assert max(heads) < 0
         return
+    of_queries, of_keys = segments.prefixes.query_starts, segments.prefixes.key_starts
     seen = [
         range(*keys)
-        for queries, keys in zip(*map(pairwise, starts_of(segments.prefixes)), strict=True)
+        for queries, keys in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True)
         for _ in range(*queries)
     ]
     wanted = [keys for length, keys in zip(lengths, expected, strict=True) for _ in range(length)]
     assert list(map(list, seen)) == list(map(list, wanted))
     assert segments.prefixes.key_starts[-1] == len(seen) == sum(lengths)
-
-
-def starts_of(segments: Segments) -> list[list[int]]:
-    return [segments.query_starts.tolist(), segments.key_starts.tolist()]
