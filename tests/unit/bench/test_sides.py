@@ -53,9 +53,7 @@ def test_rows_of_a_run_have_medians_of_its_metrics() -> None:
 
 
 @pytest.mark.parametrize(("side", "first", "steps"), [("sync", 2, 2 + 3 + 1), ("in flight, age 4", 5, 5 + 3 + 5)])
-def test_steps_that_build_up_or_use_up_a_lead_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, side: str, first: int, steps: int
-) -> None:
+def test_steps_that_change_a_lead_do_not_count(monkeypatch: pytest.MonkeyPatch, side: str, first: int, steps: int) -> None:
     asked: list[str] = []
 
     def run(config: Path, words: list[str]) -> list[dict[str, float]]:

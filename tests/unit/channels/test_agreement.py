@@ -168,8 +168,11 @@ class Communicator:
         pass
 
 
+Open = Callable[[Communicator], NcclChannel]
+
+
 @pytest.fixture
-def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NcclChannel]:
+def open_with(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens a channel over a communicator, without NCCL and without a GPU."""
 
     def opened(communicator: Communicator) -> NcclChannel:
@@ -211,9 +214,7 @@ def abort_while_posting(channel: NcclChannel, communicator: Communicator) -> lis
     return raised
 
 
-def test_an_abort_waits_for_a_thread_that_posts(
-    open_with: Callable[[Communicator], NcclChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_waits_for_a_thread_that_posts(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's abort frees the communicator, which a send in another thread is using."""
     monkeypatch.setattr(module, "_POSTING_S", DEADLINE_S)
     communicator = Communicator(ends_by_abort=False)
@@ -234,18 +235,14 @@ def test_an_abort_waits_for_a_thread_that_posts(
     assert communicator.events == ["send ends", "abort"]  # nothing is posted on a freed communicator
 
 
-def test_an_abort_frees_a_thread_that_waits_for_a_peer_inside_nccl(
-    open_with: Callable[[Communicator], NcclChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_frees_a_thread_that_waits_for_a_peer_inside_nccl(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POSTING_S", 0.01)
     communicator = Communicator(ends_by_abort=True)
     (error,) = abort_while_posting(open_with(communicator), communicator)
     assert communicator.events == ["abort", "send ends"] and isinstance(error, NcclError)
 
 
-def test_a_channel_closes_before_its_peers(
-    open_with: Callable[[Communicator], NcclChannel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_channel_closes_before_its_peers(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL destroys a communicator together with those of the same host."""
     monkeypatch.setattr(module, "_DESTROY_S", 0.05)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))

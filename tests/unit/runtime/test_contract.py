@@ -100,9 +100,7 @@ UNEXPORTED = {"export_hf": False}
         ("grpo", {}, {*TRAINS, "snapshot_reference"}),
     ],
 )
-def test_a_run_requires_the_methods_that_its_configuration_uses(
-    algorithm: str, keys: dict[str, Any], needed: set[str]
-) -> None:
+def test_a_run_requires_the_methods_that_it_uses(algorithm: str, keys: dict[str, Any], needed: set[str]) -> None:
     worker = {"worker": f"{__name__}:Lacks"}
     given = {"name": "t", "algorithm": algorithm, "data": {}, "policy": {**worker, "generation": worker}, **keys}
     config = Config.model_validate(given)

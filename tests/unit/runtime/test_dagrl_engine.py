@@ -234,7 +234,7 @@ RAY_LIMITS = GraphLimits(1 << 16, 1 << 16, max_in_flight=2, compile_s=0.05, repl
 @pytest.mark.parametrize(
     ("engine", "transport", "runs"), [("dagrl", "shm", "dagrl"), ("ray", "shm", "ray"), ("dagrl", "nccl", "ray")]
 )
-def test_graphs_with_accelerator_edges_run_on_rays_engine(
+def test_accelerator_edges_run_on_rays_engine(
     monkeypatch: pytest.MonkeyPatch, engine: Any, transport: str, runs: str
 ) -> None:
     first = Node(0, WorkerRef("train", 0), "step", "call", (InputRef(),), transport=transport)

@@ -196,7 +196,7 @@ def tickets_of(graph: Graph) -> list[Any]:
         ([[0], [1]], "position from 0 to 2 exactly once"),
     ],
 )
-def test_rows_that_do_not_partition_the_batch_are_refused_before_sending(
+def test_rows_that_do_not_partition_the_batch_are_refused(
     scheduler: Scheduler, made: list[Graph], rows: list[list[int]], words: str
 ) -> None:
     with pytest.raises(RunError, match=words):
@@ -222,9 +222,7 @@ X, LENGTHS = np.zeros((2, 4), np.int64), np.full(2, 4)
         (Batch({"x": X, "lengths": LENGTHS - [0, 5]}), "`lengths` from -1 to 4"),
     ],
 )
-def test_batches_with_wrong_fields_are_refused_before_sending(
-    scheduler: Scheduler, made: list[Graph], value: object, words: str
-) -> None:
+def test_batches_with_wrong_fields_are_refused(scheduler: Scheduler, made: list[Graph], value: object, words: str) -> None:
     with pytest.raises(DataError, match=words):
         scheduler.replay(step, value)
     scheduler.replay(step, batch(2))
@@ -244,7 +242,7 @@ def with_scalar(scalar: Any) -> Batch:
     ],
     ids=["an ObjectRef", "a lock"],
 )
-def test_unpicklable_inputs_are_refused_before_sending(
+def test_unpicklable_inputs_are_refused(
     scheduler: Scheduler, made: list[Graph], wrap: Callable[[Any], Any], value: object, words: str
 ) -> None:
     wrapped = wrap(value)
@@ -267,7 +265,7 @@ def test_batches_may_be_empty_and_have_fields_in_any_order(scheduler: Scheduler)
         ([X.repeat(2, 0), None], r"one shard returned the fields \['lengths', 'y'\], another \['lengths'\]"),
     ],
 )
-def test_results_of_another_shape_than_the_buckets_are_refused(
+def test_results_of_another_shape_are_refused(
     scheduler: Scheduler, made: list[Graph], shards: list[np.ndarray | None], words: str
 ) -> None:
     replay = scheduler.replay(step, batch(2))
@@ -335,9 +333,7 @@ def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Sch
             sent.result(30.0)
 
 
-def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_tickets_are_taken_breaks_graphs(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers would wait for turns that nobody has."""
     take, taken = scheduler._tickets.take, []
 
@@ -519,7 +515,7 @@ def test_an_interrupted_replay_leaves_the_queue(made: list[Graph], monkeypatch: 
         assert scheduler.replay(other, 1).result() == (2,) and replay.result() == (1,)
 
 
-def test_a_teardown_while_a_result_is_read_ends_that_replay_alone(
+def test_a_teardown_during_a_read_ends_that_replay_alone(
     scheduler: Scheduler, made: list[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagrl.runtime.failures.GRACE_S", 0.1)
@@ -652,7 +648,7 @@ def two_phases(executor: Any = "compiled") -> Scheduler:
     return scheduler
 
 
-def test_a_phase_that_cannot_be_compiled_runs_eagerly_and_says_so(
+def test_a_phase_that_cannot_be_compiled_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One executor, which orders its calls, makes all eager graphs; a recovery makes them again with a new one."""
@@ -707,7 +703,7 @@ def test_a_codec_splits_over_the_shards_that_have_workers(scheduler: Scheduler, 
 
 
 @pytest.mark.parametrize("rows", [None, [np.array([], np.intp), np.array([1, 0])]])
-def test_batches_without_the_first_shard_come_back_in_input_order(
+def test_batches_without_the_first_shard_keep_their_order(
     scheduler: Scheduler, made: list[Graph], rows: list[np.ndarray] | None
 ) -> None:
     made[0].stays = False

@@ -169,7 +169,7 @@ def test_many_random_rows_are_balanced_within_a_percent() -> None:
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(0, 3), st.integers(0, 5), st.integers(0, 5))
-def test_split_pad_replay_and_restore_gives_the_rows_back(
+def test_split_pad_and_restore_give_the_rows_back(
     lengths: list[int], shards: int, rows: int, tokens: int, spare: int
 ) -> None:
     """Columns past the bucket are cut for the replay. The result holds every token."""

@@ -46,9 +46,7 @@ PAIR = {"model.layers.0.self_attn.q_proj.lora_A": (4, 8), "model.layers.0.self_a
     ],
     ids=["shape", "layer", "incomplete", "rank", "rslora", "dora", "ranks"],
 )
-def test_other_adapters_are_refused(
-    shapes: dict[str, tuple[int, int]], more: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_others_are_refused(shapes: dict[str, tuple[int, int]], more: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path, shapes, **more)
     with pytest.raises(CheckpointError, match=message):
         check_adapters(settings(tmp_path), SHAPES)

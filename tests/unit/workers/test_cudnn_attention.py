@@ -93,9 +93,7 @@ def test_packed_rows_of_fsdp_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[0], expected)
 
 
-def test_a_front_end_that_makes_no_plan_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_front_end_without_plans_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     fail = Mock(side_effect=TypeError("sdpa() got an unexpected keyword argument"))
     device = torch.device("cuda", 99)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

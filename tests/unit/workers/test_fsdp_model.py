@@ -152,9 +152,7 @@ def test_bad_input_is_one_error_before_the_start(policy: dict[str, Any], hf_conf
         ("nemotron", "torch_varlen", "attention that is not handed cu_seq_lens_q"),
     ],
 )
-def test_a_models_code_tells_as_its_outputs_whether_packed_sequences_see_each_other(
-    kind: str, attention: str, reason: str
-) -> None:
+def test_code_tells_as_outputs_do_whether_packed_sequences_see_each_other(kind: str, attention: str, reason: str) -> None:
     from dagrl.workers.fsdp.model import HiddenStates
     from dagrl.workers.fsdp.separation import check_separation, unseparated
 

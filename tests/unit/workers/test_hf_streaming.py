@@ -25,6 +25,9 @@ MODEL: dict[str, Any] = {**FAMILIES["qwen3_moe"], "num_hidden_layers": LAYERS, "
 MODEL |= {"num_experts": 8, "moe_intermediate_size": 96}
 
 
+Checkpoint = tuple[Path, dict[str, torch.Tensor]]
+
+
 class CountingReader:
     """Stands in for `safetensors.safe_open`; counts files open at once and bytes of read tensors alive at once."""
 
@@ -104,7 +107,7 @@ def imported(directory: Path, model: dict[str, Any] = MODEL) -> tuple[list[Weigh
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
     weights = parameters()
     names = sorted(weights)
     files = {f"model-{n:05d}-of-{FILES:05d}.safetensors": names[n::FILES] for n in range(FILES)}  # layers over all files
@@ -116,14 +119,14 @@ def checkpoint(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]
     yield tmp_path, weights
 
 
-def test_a_check_reads_no_weights(checkpoint: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_reads_no_weights(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CountingReader()
     monkeypatch.setattr(safetensors, "safe_open", counter)
     hf_load.check_hf(checkpoint[0], parameter_shapes(MODEL))
     assert counter.files == counter.read == 0 and counter.most_files == 1
 
 
-def test_a_check_finds_damaged_files(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_a_check_finds_damaged_files(checkpoint: Checkpoint) -> None:
     directory, shapes = checkpoint[0], parameter_shapes(MODEL)
     path, index = sorted(directory.glob("*.safetensors"))[-1], directory / hf_load.INDEX
     content = path.read_bytes()
@@ -147,7 +150,7 @@ def test_a_check_finds_damaged_files(checkpoint: tuple[Path, dict[str, torch.Ten
     "layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)], ids=["single", "tp2pp2ep4"]
 )
 def test_an_import_holds_no_more_than_a_piece_beyond_the_share(
-    layout: ParallelLayout, checkpoint: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    layout: ParallelLayout, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights = checkpoint
     counter = CountingReader()
@@ -166,7 +169,7 @@ def test_an_import_holds_no_more_than_a_piece_beyond_the_share(
 
 
 def test_an_export_holds_no_more_than_a_file(
-    checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights = checkpoint
     limit = sum(weight.nbytes for weight in weights.values()) // 5
@@ -192,9 +195,7 @@ def test_an_export_holds_no_more_than_a_file(
         ({"num_hidden_layers": LAYERS + 1}, r"no parameter 'model.layers.8"),
     ],
 )
-def test_weights_of_another_model_are_rejected(
-    change: dict[str, int], message: str, checkpoint: tuple[Path, dict[str, torch.Tensor]]
-) -> None:
+def test_weights_of_another_model_are_rejected(change: dict[str, int], message: str, checkpoint: Checkpoint) -> None:
     """Including larger ones that contain this model's shapes."""
     model = {**MODEL, **change}
     with pytest.raises(CheckpointError, match=message):
@@ -203,9 +204,7 @@ def test_weights_of_another_model_are_rejected(
         hf_load.check_hf(checkpoint[0], parameter_shapes(model))
 
 
-def test_layers_for_multi_token_prediction_are_not_read(
-    checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_layers_of_token_prediction_are_not_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """They follow the model's own, as in GLM-4.5. An export says that it has none."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
@@ -220,8 +219,8 @@ def test_layers_for_multi_token_prediction_are_not_read(
     hf_load.check_hf(out, parameter_shapes(model))
 
 
-def test_a_complete_export_replaces_the_previous_one(
-    checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_complete_export_replaces_the_last(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights = checkpoint
     (slices, tensors), out = imported(directory), tmp_path / "out"
@@ -246,7 +245,7 @@ def test_a_complete_export_replaces_the_previous_one(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
 
 
-def test_an_export_over_other_files_is_rejected(checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_an_export_over_other_files_is_rejected(checkpoint: Checkpoint, tmp_path: Path) -> None:
     slices, tensors = imported(checkpoint[0])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()

@@ -240,9 +240,7 @@ def test_a_rank_with_only_padding_has_no_embedding() -> None:
         ({"num_key_value_heads": 1, "head_dim": 3}, ParallelLayout(tp=4), r"q_proj\.weight: the rows of query, key and"),
     ],
 )
-def test_a_layout_that_does_not_fit_names_rank_parameter_and_cause(
-    changes: dict[str, object], layout: ParallelLayout, words: str
-) -> None:
+def test_a_bad_layout_names_rank_parameter_and_cause(changes: dict[str, object], layout: ParallelLayout, words: str) -> None:
     with pytest.raises(LayoutError, match=rf"^train rank 0 \(dp 0, pp 0, .*{words}"):
         megatron_weight_slices(model_config(**changes), layout, 0)  # type: ignore[arg-type]
 

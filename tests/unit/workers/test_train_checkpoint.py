@@ -212,9 +212,7 @@ def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[
         ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
     ],
 )
-def test_another_model_is_rejected_with_the_differing_keys(
-    tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str
-) -> None:
+def test_another_model_is_rejected_by_key(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str) -> None:
     write_identity(tmp_path, of(saved))
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, mine)

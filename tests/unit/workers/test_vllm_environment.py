@@ -38,7 +38,7 @@ from tests.unit.workers.vllm_double import AsyncEngineDouble, state_of, states_o
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "0,1,2"), ({VISIBLE: ""}, "0,1,2"), ({VISIBLE: "1"}, "1")])
-def test_all_gpus_of_the_host_are_visible_unless_some_were_chosen(
+def test_all_gpus_are_visible_unless_some_were_chosen(
     monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: str
 ) -> None:
     monkeypatch.setattr("dagrl.workers.vllm.environment.gpu_count", lambda: 3)
@@ -379,7 +379,7 @@ def test_tokens_have_the_version_of_the_weights_that_made_them(engine: QuantumEn
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_new_version_restarts_requests_without_a_token(
+def test_a_new_version_restarts_requests_without_tokens(
     engine: QuantumEngine, vllm: AsyncEngineDouble, recompute: bool
 ) -> None:
     """Under their old cache key they would match prefixes that older weights computed."""
@@ -507,9 +507,7 @@ def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize(("on", "gpus"), [(False, 1), (True, 1), (False, 0), (True, 0)])
-def test_deterministic_runs_set_environment_variables(
-    on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_runs_set_variables(on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of a CPU share a sequence by what else is in the batch, so there is one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     made = make_config(tmp_path).with_keys({"policy.deterministic": on, "cluster.gpus_per_worker": gpus})
