@@ -4,6 +4,7 @@ Another parallel layout is no difference.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 from dagrl.config import Config, Json
@@ -50,6 +51,24 @@ def check_state_of(
     _check_position(resumed, "sft_sampler", demonstrations, config)
     _check_position(resumed, "grpo_sampler", prompts, config)
     _check_position(resumed, "preference_sampler", preferences, config)
+
+
+class NoStepsLeftError(Exception):
+    """A run that resumes has taken all of its steps and written its policy before. Not a failure of the run."""
+
+
+SECTIONS = {"samples": ("sft", "grpo"), "demonstrations": ("sft",), "preferences": ("preference",)}
+"""The sections that say how many steps a run has, by what its algorithm learns from."""
+
+
+def check_steps_left(config: Config, plan: RunPlan, resumed: Checkpoint, final_model: Path) -> None:
+    """Raises NoStepsLeftError if neither a step nor the final model is left to make."""
+    steps = {f"{name}.max_num_steps": getattr(config, name).max_num_steps for name in SECTIONS[plan.learns_from]}
+    written = final_model / "config.json"  # older than the checkpoint if a run was killed before it wrote the model again
+    missing = not written.exists() or written.stat().st_mtime < resumed.directory.stat().st_mtime
+    if resumed.state.step >= sum(steps.values()) and not (config.checkpointing.export_hf and missing):
+        ends = ", ".join(f"{key}={count}" for key, count in steps.items())
+        raise NoStepsLeftError(f"no step is left ({ends}): {resumed.directory} is of step {resumed.state.step}")
 
 
 def _check_position(resumed: Checkpoint, counter: str, rows: Sequence[Row], config: Config) -> None:

@@ -37,7 +37,7 @@ from dagrl.run.model import copy_processor, write_random_model
 from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.replays import Replays
-from dagrl.run.resume import SAVED_ROLES
+from dagrl.run.resume import SAVED_ROLES, check_steps_left
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Recorder, Session, process_label
 from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
@@ -144,6 +144,8 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         media.add(inputs.media)
         media.keep_fullest((row.tokens, row.media) for row in inputs.rows)
         store, resumed = _open_checkpoints(config, paths)
+        if resumed is not None and config.checkpointing.enabled:
+            check_steps_left(config, plan, resumed, paths.final_model)
         step = resumed.state.step if resumed else 0
         run = PreparedRun(
             config=config,

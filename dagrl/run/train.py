@@ -14,6 +14,7 @@ from dagrl.run.fork_server import Server
 from dagrl.run.loops.grpo import train_samples
 from dagrl.run.loops.preferences import train_preferences
 from dagrl.run.loops.sft import train_sft
+from dagrl.run.resume import NoStepsLeftError
 from dagrl.run.session import LastStep
 from dagrl.run.start import run_session
 
@@ -31,8 +32,11 @@ class Run(Protocol):
 
 def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all)."""
-    with run_session(config, last_step, fleet) as session:
-        LOOPS[session.plan.learns_from](session)
+    try:
+        with run_session(config, last_step, fleet) as session:
+            LOOPS[session.plan.learns_from](session)
+    except NoStepsLeftError as ended:
+        logger.info("%s", ended)
 
 
 def run_with_restarts(run: Run, config: Config, server: Server | None = None) -> None:

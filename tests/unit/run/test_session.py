@@ -1,6 +1,7 @@
 """The pieces of a session: the ranking metric, the reference policy of a checkpoint, validation, and times."""
 
 import math
+import os
 from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from dagrl.run.loops.grpo import exposed, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.replays import CountedReplay, Replays
-from dagrl.run.resume import REFERENCE, check_reference, check_stage
+from dagrl.run.resume import REFERENCE, NoStepsLeftError, check_reference, check_stage, check_steps_left
 from dagrl.run.session import LastStep, Session, Stage
 from dagrl.run.start import run_session, with_absolute_paths
 from dagrl.runtime.replay import Replay, ReplayTiming
@@ -187,6 +188,27 @@ def test_resuming_with_sft_steps_after_those_of_grpo_is_an_error() -> None:
     check_stage(config, plan, third_step(sft_sampler={}))
     with pytest.raises(ConfigError, match=r"max_num_steps is 4, but step_00000003 is of step 3, after grpo had begun"):
         check_stage(config, plan, third_step(grpo_sampler={}))
+
+
+def test_a_run_without_steps_left_ends_unless_its_model_is_still_to_write(tmp_path: Path) -> None:
+    checkpoint, model = tmp_path / "step_00000003", tmp_path / "final_model"
+    saved = Checkpoint(checkpoint, TrainState(3, counters={"grpo_sampler": {}}))
+    config = configuration().with_keys({"sft.max_num_steps": 1, "grpo.max_num_steps": 2})
+    plan = RunPlan.of(config)
+    checkpoint.mkdir()
+    check_steps_left(config, plan, saved, model)  # killed before it wrote its model
+    without = config.with_keys({"checkpointing.export_hf": False})
+    check_steps_left(without.with_keys({"grpo.max_num_steps": 3}), plan, saved, model)
+    with pytest.raises(
+        NoStepsLeftError, match=r"sft\.max_num_steps=1, grpo\.max_num_steps=2\): .*step_00000003 is of step 3"
+    ):
+        check_steps_left(without, plan, saved, model)
+    model.mkdir()
+    (model / "config.json").touch()
+    with pytest.raises(NoStepsLeftError):
+        check_steps_left(config, plan, saved, model)
+    os.utime(model / "config.json", (0, 0))
+    check_steps_left(config, plan, saved, model)  # an earlier end of the run wrote it
 
 
 def test_workers_get_absolute_paths_of_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
