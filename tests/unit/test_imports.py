@@ -132,7 +132,7 @@ def test_every_public_name_is_what_type_checkers_see() -> None:
     found = {name for name in dir(dagrl) if not name.startswith("_") and not ismodule(getattr(dagrl, name))}
     assert found - {"annotations", "TYPE_CHECKING"} == names == set(dagrl.__all__)
     defined = {
-        name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, errors.DagrlError)
+        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.DagrlError)
     }
     assert defined <= names, "every error is public"
 

@@ -198,9 +198,8 @@ def test_a_case_needs_the_gpus_of_both_sides() -> None:
     assert left_out == {f"{wanted} bf16": "needs 8 GPUs, found 4"}
     assert len({(case.name, case.dtype) for case in CASES}) == len(CASES)
     chosen, left_out = largest_that_fit(1, 24 << 30, ["4B TP1->TP1"])
-    assert [(case.name, case.dtype, case.ranks) for case in chosen] == [
-        ("4B TP1->TP1 colocated", dtype, 2) for dtype in ("bf16", "fp8")
-    ]
+    found = [(case.name, case.dtype, case.ranks) for case in chosen]
+    assert found == [("4B TP1->TP1 colocated", dtype, 2) for dtype in ("bf16", "fp8")]
     assert left_out["4B TP1->TP1 bf16"] == "needs 2 GPUs, found 1"
     assert "needs 20 GB" in largest_that_fit(1, 16 << 30, ["4B TP1->TP1 colocated"])[1]["4B TP1->TP1 colocated bf16"]
     assert [case.name for case in trials(["trial TP2PP2"])] == ["trial TP2PP2->TP4"]

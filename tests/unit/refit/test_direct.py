@@ -103,9 +103,8 @@ def test_both_ends_split_alike_and_stage_what_was_planned(data: st.DataObject) -
     held = [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
     wanted = [vllm_weight_slices(config, VllmRank(tp, rank)) for rank in range(tp)]
     size = data.draw(st.sampled_from([500, 4000, 1 << 20]))
-    plan = plan_refit(
-        held, wanted, dtype="float32", bucket_bytes=size, direct_bytes=data.draw(st.sampled_from([16, 300, 2000]))
-    )
+    direct = data.draw(st.sampled_from([16, 300, 2000]))
+    plan = plan_refit(held, wanted, dtype="float32", bucket_bytes=size, direct_bytes=direct)
     weights = hf_weights(config)
     tensors = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
     tensors += [vllm_tensors(weights, config, tp, rank) for rank in range(tp)]

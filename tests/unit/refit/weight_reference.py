@@ -5,7 +5,7 @@ here is held to the real modules by `megatron_shapes.py` and `tests/integration/
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from dagrl.workers.megatron.weights import megatron_weight_slices
 
 Config = dict[str, Any]
 Weights = dict[str, Tensor]
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 DENSE = ("llama", "qwen2", "qwen3")
 MOE = ("qwen3_moe", "mixtral", "glm4_moe")
 LATENT = ("deepseek_v3",)
@@ -30,26 +31,18 @@ FLOAT32 = "e_score_correction_bias"
 
 
 def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
-    config: Config = {
-        "model_type": model_type,
-        "hidden_size": 8,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "intermediate_size": 16,
-        "vocab_size": 300,
-        "tie_word_embeddings": False,
-    }
+    config: Config = {"model_type": model_type, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 300}
+    config["tie_word_embeddings"] = False
     if model_type == "qwen3_moe":
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
     if model_type == "mixtral":
         config["num_local_experts"] = 4
-    if model_type == "glm4_moe":
+    if model_type in ("glm4_moe", *LATENT):
         config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    if model_type == "glm4_moe":
         config |= {"use_qk_norm": True, "attention_bias": True}
     if model_type in LATENT:
-        config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
         config |= {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 2}
         config["num_key_value_heads"] = config["num_attention_heads"]
     return config | changes
@@ -80,13 +73,10 @@ def model_configs(draw: st.DrawFn) -> Config:
         config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": draw(st.integers(1, 2))}
         config |= {"first_k_dense_replace": draw(st.integers(0, 2)), "use_qk_norm": draw(st.booleans())}
     if model_type in LATENT:
-        shared = draw(st.sampled_from([None, 1, 2]))
+        shared, latent = draw(st.sampled_from([None, 1, 2])), draw(st.sampled_from([None, 4, 8]))
         config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": shared}
-        latent = {"q_lora_rank": draw(st.sampled_from([None, 4, 8])), "kv_lora_rank": draw(st.sampled_from([4, 12]))}
-        config |= {
-            "first_k_dense_replace": draw(st.integers(0, 2)),
-            "num_key_value_heads": config["num_attention_heads"],
-        } | latent
+        config |= {"q_lora_rank": latent, "kv_lora_rank": draw(st.sampled_from([4, 12]))}
+        config |= {"first_k_dense_replace": draw(st.integers(0, 2)), "num_key_value_heads": config["num_attention_heads"]}
     return config
 
 
@@ -145,7 +135,7 @@ def hf_weights(config: Config) -> Weights:
     return weights
 
 
-def hf_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+def hf_shapes(config: Config) -> Shapes:
     vocabulary = config["vocab_size"], config["hidden_size"]
     yield "model.embed_tokens.weight", vocabulary
     for layer in range(config["num_hidden_layers"]):
@@ -155,7 +145,7 @@ def hf_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", vocabulary
 
 
-def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_shapes(c: Config, p: str, layer: int) -> Shapes:
     hidden, kind = c["hidden_size"], c["model_type"]
     yield f"{p}input_layernorm.weight", (hidden,)
     yield f"{p}post_attention_layernorm.weight", (hidden,)
@@ -176,7 +166,7 @@ def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[in
         yield from _mlp_shapes(f"{block}shared_experts.", hidden, width * c["n_shared_experts"])
 
 
-def _attention_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention_shapes(c: Config, p: str) -> Shapes:
     hidden, dim = c["hidden_size"], c["head_dim"]
     for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
         yield f"{p}{letter}_proj.weight", (c[heads] * dim, hidden)
@@ -188,10 +178,9 @@ def _attention_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"{p}k_norm.weight", (dim,)
 
 
-def _latent_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, heads, rope, nope, value = (
-        c[key] for key in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    )
+def _latent_shapes(c: Config, p: str) -> Shapes:
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
     if c["q_lora_rank"]:
         yield f"{p}q_a_proj.weight", (c["q_lora_rank"], hidden)
         yield f"{p}q_a_layernorm.weight", (c["q_lora_rank"],)
@@ -204,9 +193,7 @@ def _latent_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{p}o_proj.weight", (hidden, heads * value)
 
 
-def _mlp_shapes(
-    p: str, hidden: int, width: int, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp_shapes(p: str, hidden: int, width: int, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
     for name in names[:-1]:
         yield f"{p}{name}.weight", (width, hidden)
     yield f"{p}{names[-1]}.weight", (hidden, width)
@@ -257,9 +244,7 @@ class _Megatron:
         block = f"{p}{'block_sparse_moe' if self.c['model_type'] == 'mixtral' else 'mlp'}."
         self.out[f"{to}input_layernorm.weight"] = self.w[f"{p}input_layernorm.weight"]
         self.out[f"{to}pre_mlp_layernorm.weight"] = self.w[f"{p}post_attention_layernorm.weight"]
-        self.latent(f"{p}self_attn.", f"{to}self_attention.") if mla else self.attention(
-            f"{p}self_attn.", f"{to}self_attention."
-        )
+        (self.latent if mla else self.attention)(f"{p}self_attn.", f"{to}self_attention.")
         if kind == "D":
             self.mlp(block, f"{to}mlp.")
         else:
@@ -313,14 +298,10 @@ class _Megatron:
 
 def stage_chunks(layers: int, layout: ParallelLayout) -> list[list[int]]:
     """The layers of each chunk, in the order of the model: `vpp` rounds over the pipeline's ranks."""
-    counts = [None] * layout.pp
-    ends = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]
-    middle = (layers - sum(ends)) // max(layout.pp - len(ends), 1)
-    sizes = [middle for _ in counts]
-    if layout.first_stage_layers is not None:
-        sizes[0] = layout.first_stage_layers
-    if layout.last_stage_layers is not None:
-        sizes[-1] = layout.last_stage_layers
+    ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
+    given = {stage: count for stage, count in ends.items() if count is not None}
+    middle = (layers - sum(given.values())) // max(layout.pp - len(given), 1)
+    sizes = [given.get(stage, middle) for stage in range(layout.pp)]
     numbers = iter(range(layers))
     return [[next(numbers) for _ in range(size // layout.vpp)] for _ in range(layout.vpp) for size in sizes]
 

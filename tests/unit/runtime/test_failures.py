@@ -272,9 +272,7 @@ def test_a_death_behind_a_closed_edge_is_found_and_its_peers_released() -> None:
     group = Group(reports=(BUSY, DIED, IDLE))
     group.rank_of_actor = lambda actor_id: None  # type: ignore[method-assign, assignment, return-value]
     error = failure_of(replay(Shard(RayChannelError("closed"))), group)
-    assert [(failure.rank, failure.kind, failure.message) for failure in error.failures] == [
-        (1, "died", "its process ended")
-    ]
+    assert [(one.rank, one.kind, one.message) for one in error.failures] == [(1, "died", "its process ended")]
     assert group.aborted == [0, 2] and error.breaks
 
 

@@ -93,9 +93,8 @@ FAR = EdgeSpec(ROOM, 2, far=(DRIVER,))
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """A loop of one node on this host, or between links to another one."""
     far = request.param == "link"
-    loop = Running(
-        [node(0, [None], FAR if far else NEAR)], EdgeSpec(ROOM, 2, far=(0,)) if far else EdgeSpec(ROOM, 2, near=(0,))
-    )
+    start = EdgeSpec(ROOM, 2, far=(0,)) if far else EdgeSpec(ROOM, 2, near=(0,))
+    loop = Running([node(0, [None], FAR if far else NEAR)], start)
     yield loop
     loop.start.close()
 

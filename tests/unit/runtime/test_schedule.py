@@ -596,9 +596,8 @@ def test_a_partial_compile_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatc
 
 
 def test_options_reach_graphs_and_replays(made: list[Graph]) -> None:
-    options = SchedulerOptions(
-        max_in_flight=3, result_bytes=5 << 20, compile_s=11.0, replay_s=12.0, grace_s=13.0, teardown_s=14.0
-    )
+    seconds: Any = {"compile_s": 11.0, "replay_s": 12.0, "grace_s": 13.0, "teardown_s": 14.0}
+    options = SchedulerOptions(max_in_flight=3, result_bytes=5 << 20, **seconds)
     own = Phase("own", other.function, None, other.roles)
     with Scheduler([Group(1)], options) as scheduler:  # type: ignore[list-item]
         scheduler.add(other, warmup_value=0)

@@ -25,9 +25,7 @@ def write(directory: Path, shapes: dict[str, tuple[int, int]], **settings: Any) 
 
 
 def settings(directory: Path) -> PeftConfig:
-    return PeftConfig.model_validate(
-        {"enabled": True, "dim": 4, "alpha": 8, "target_modules": ["q_proj"], "adapter_path": str(directory)}
-    )
+    return PeftConfig(enabled=True, dim=4, alpha=8, target_modules=("q_proj",), adapter_path=str(directory))
 
 
 PAIR = {"model.layers.0.self_attn.q_proj.lora_A": (4, 8), "model.layers.0.self_attn.q_proj.lora_B": (16, 4)}

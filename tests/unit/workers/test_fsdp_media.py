@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,9 @@ GROUP = ["none", "one", "one again", "one and another", "none"]
 TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 32, "pad_token_id": None}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
-RULES = {
-    "padded": SplitRule(packed=False, rows=2, tokens=0, by_row=True),
-    "packed": SplitRule(packed=True, rows=0, tokens=600, by_row=True),
-    "shared": SplitRule(packed=True, rows=0, tokens=600, least_shared=0.0, by_row=True),
-}
+PACKED = SplitRule(packed=True, rows=0, tokens=600, by_row=True)
+RULES = {"padded": SplitRule(packed=False, rows=2, tokens=0, by_row=True), "packed": PACKED}
+RULES["shared"] = replace(PACKED, least_shared=0.0)
 
 
 @cache
@@ -251,18 +250,16 @@ def test_an_image_of_several_sequences_is_computed_once(folder: Path) -> None:  
 
 def test_packed_rows_with_equal_images_stay_together() -> None:
     """Each row is in one microbatch, and these have fewer different images than without groups."""
+    rule = RULES["packed"]
     images, lengths = np.repeat(np.arange(4), 8), np.random.default_rng(0).integers(60, 140, 32)  # 0: none
     media = np.zeros((32, 140), np.int64)
     media[:, 1] = -images
     fields = {"tokens": np.ones_like(media), "lengths": lengths}
 
     def different(batch: Batch) -> int:
-        plans = [
-            [piece.row for row in plan for piece in row if piece.row >= 0]
-            for plan in plan_rows(batch, RULES["packed"], RANK)
-        ]
+        plans = [[piece.row for row in plan for piece in row if piece.row >= 0] for plan in plan_rows(batch, rule, RANK)]
         assert sorted(row for plan in plans for row in plan) == list(range(32))
-        assert all(lengths[plan].sum() <= RULES["packed"].tokens for plan in plans)
+        assert all(lengths[plan].sum() <= rule.tokens for plan in plans)
         return sum(len(set(images[plan].tolist()) - {0}) for plan in plans)
 
     assert different(Batch({**fields, "media": media})) < different(Batch(fields))
@@ -276,9 +273,8 @@ def test_a_sequence_with_one_image_is_cut_as_its_processor_cuts_one() -> None:
     inputs = MediaInputs(base_of(model), processor, images.__getitem__)
     media = torch.tensor([[-1, 1, 0, -2, -3, 0]])
     found = inputs.arguments(torch.zeros_like(media), torch.tensor([[0, 1, 2, 0, 1, 2]]), media)
-    whole = processor(
-        text=["<image>", "<image><image>"], images=[[images[1]], [images[2], images[3]]], return_tensors="pt", padding=True
-    )
+    texts, given = ["<image>", "<image><image>"], [[images[1]], [images[2], images[3]]]
+    whole = processor(text=texts, images=given, return_tensors="pt", padding=True)
     assert found["batch_num_images"].tolist() == [1, 2]
     torch.testing.assert_close(found["pixel_values"], whole["pixel_values"], atol=0, rtol=0)
 
@@ -396,9 +392,8 @@ def test_no_prefix_ends_between_the_parts_of_an_image() -> None:
 def test_images_whose_tokens_see_each_other_are_in_no_shared_prefix(family: Family, reason: str) -> None:
     hf_config, key = model_of(family).config.to_dict(), "policy.sequence_packing.shared_prefix"
     policy = {"backend": "fsdp", "sequence_packing": {"enabled": True}}
-    config = Config.model_validate(
-        {"name": "run", "algorithm": "sft", "data": {"images": {"enabled": True}}, "policy": policy}
-    )
+    given = {"name": "run", "algorithm": "sft", "data": {"images": {"enabled": True}}, "policy": policy}
+    config = Config.model_validate(given)
     derived = Derived(config)
     derive_from_data(derived, [], [], hf_config, 0)
     assert reason in derived.reasons.get(key, "")

@@ -36,8 +36,12 @@ class OneRank:
         return 0
 
 
+Way = Literal["grouped", "sequential"]
+WAYS: tuple[Way, Way] = "grouped", "sequential"
+
+
 def make_experts(
-    way: Literal["grouped", "sequential"],
+    way: Way,
     experts: int,
     kind: str = "swiglu",
     hidden: int = HIDDEN,
@@ -73,9 +77,8 @@ def make_experts(
     )
     group = OneRank()
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    layer = (GroupedExperts if way == "grouped" else SequentialMLP)(
-        experts, config, linear, SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
-    )
+    groups = SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
+    layer = (GroupedExperts if way == "grouped" else SequentialMLP)(experts, config, linear, groups)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -201,10 +204,7 @@ def test_weight_gradients_are_added_to_megatrons_buffer(counts: list[int]) -> No
 
 def test_checkpoints_have_the_names_of_sequential_experts() -> None:
     metadata = {"dp_cp_group": OneRank()}
-    found, expected = (
-        make_experts("grouped", 3).sharded_state_dict("mlp.experts.", (), metadata),
-        make_experts("sequential", 3).sharded_state_dict("mlp.experts.", (), metadata),
-    )
+    found, expected = (make_experts(way, 3).sharded_state_dict("mlp.experts.", (), metadata) for way in WAYS)
     assert [(name, value.key) for name, value in found.items()] == [(name, value.key) for name, value in expected.items()]
 
 

@@ -100,9 +100,8 @@ def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple
             assert torch.equal(item.tokens.flatten()[real], label - 1)  # the token before it
             assert torch.equal(item.positions.flatten()[real], (label - 2) % WIDTH)
             assert torch.equal(item.data["advantages"].flatten()[real], label.float())
-            assert torch.equal(
-                item.data["loss_mask"].flatten()[real], torch.from_numpy(batch["loss_mask"]).flatten()[targets[real]]
-            )
+            inside = torch.from_numpy(batch["loss_mask"]).flatten()[targets[real]]
+            assert torch.equal(item.data["loss_mask"].flatten()[real], inside)
             assert not item.data["loss_mask"].flatten()[~real].any()
             assert item.data["sequence_ids"].flatten()[real].tolist() == (targets[real] // WIDTH).tolist()
             assert (item.labels.flatten()[~real] == 0).all()
@@ -128,9 +127,8 @@ def test_microbatches_of_rows_are_equal_with_minimal_padding(rows: int, limit: i
     assert shape <= limit and cut.processed - cut.filled < count * WIDTH
 
 
-GROUPS = st.lists(
-    st.tuples(st.integers(1, WIDTH - 1), st.lists(st.integers(0, WIDTH), min_size=1, max_size=5)), min_size=1, max_size=4
-)
+GROUP = st.tuples(st.integers(1, WIDTH - 1), st.lists(st.integers(0, WIDTH), min_size=1, max_size=5))
+GROUPS = st.lists(GROUP, min_size=1, max_size=4)
 
 
 @settings(max_examples=30, deadline=None)

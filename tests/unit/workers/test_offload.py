@@ -35,9 +35,8 @@ def test_spans_cover_every_storage_and_fill_buckets_in_order(sizes: list[int], b
         parts = [span for span in spans if span.storage == storage]
         assert [byte for span in parts for byte in range(span.start, span.stop)] == list(range(size))
     ends = [span.offset + span.stop - span.start for span in spans]
-    places = [
-        span.bucket * bucket_bytes + byte for span, end in zip(spans, ends, strict=True) for byte in range(span.offset, end)
-    ]
+    starts = [span.bucket * bucket_bytes for span in spans]
+    places = [start + byte for start, span, end in zip(starts, spans, ends, strict=True) for byte in range(span.offset, end)]
     assert places == list(range(sum(sizes))) and max(ends, default=0) <= bucket_bytes
 
 

@@ -238,10 +238,8 @@ class Engine(torch.nn.Module):
 
 
 def test_a_computed_weight_is_packed_again_after_a_refit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes = {
-        "vllm.config": SimpleNamespace(set_current_vllm_config=lambda _: nullcontext()),
-        "vllm.model_executor.layers.attention": SimpleNamespace(MLAAttention=()),
-    }
+    config = SimpleNamespace(set_current_vllm_config=lambda _: nullcontext())
+    fakes = {"vllm.config": config, "vllm.model_executor.layers.attention": SimpleNamespace(MLAAttention=())}
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, name, fake)
     first, second = torch.rand(2, 8, 3)
@@ -250,9 +248,8 @@ def test_a_computed_weight_is_packed_again_after_a_refit(monkeypatch: pytest.Mon
     held = {name: LoadedParameter(tensor, tensor.flatten().clone()) for name, tensor in named_tensors(engine).items()}
     loaded = LoadedModel(held, record(engine, [("w", (8, 3), torch.float32)], torch.float32))
     Packing.process_weights_after_loading(engine.layer)
-    settings = SimpleNamespace(
-        quant_config=None, parallel_config=SimpleNamespace(), model_config=SimpleNamespace(dtype=torch.float32)
-    )
+    model_config = SimpleNamespace(dtype=torch.float32)
+    settings = SimpleNamespace(quant_config=None, parallel_config=SimpleNamespace(), model_config=model_config)
     destinations = find_destinations(engine, loaded, settings)
     for piece in expand(destinations.slices):
         target = destinations.tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]

@@ -41,10 +41,8 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def rows(tensor: torch.Tensor, *sizes: int) -> list[Piece]:
     starts = np.cumsum([0, *sizes[:-1]])
-    return [
-        Piece("w", part, (int(start), 0), tuple(tensor.shape))
-        for start, part in zip(starts, tensor.split(list(sizes)), strict=True)
-    ]
+    shape, parts = tuple(tensor.shape), tensor.split(list(sizes))
+    return [Piece("w", part, (int(start), 0), shape) for start, part in zip(starts, parts, strict=True)]
 
 
 @given(st.data())

@@ -98,9 +98,9 @@ def test_a_step_reads_the_columns_that_the_worker_kept(make: Make, model: Path) 
     assert metrics["policy/entropy"] == pytest.approx(entropy.mean(), rel=1e-5)
     column = np.full(batch["tokens"].shape, -2.0, np.float32)  # computed by another group
     worker.keep_columns(Batch({"lengths": batch["lengths"], "row_ids": ids, "reference_logprobs": column}, {"step": 2.0}))
-    assert {row: values.tolist() for row, values in worker.kept_logprobs()["reference_logprobs"].items()} == {
-        row: [-2.0] * length for row, length in zip(ids.tolist(), batch["lengths"].tolist(), strict=True)
-    }
+    held = worker.kept_logprobs()["reference_logprobs"]
+    lengths = dict(zip(ids.tolist(), batch["lengths"].tolist(), strict=True))
+    assert {row: values.tolist() for row, values in held.items()} == {row: [-2.0] * lengths[row] for row in lengths}
     with pytest.raises(RunError, match="rows whose prev_logprobs this worker does not hold"):
         worker.train_step(step.with_scalars(step=2.0), "policy")
 
@@ -126,10 +126,8 @@ def test_a_loss_reads_the_likeliest_tokens_of_a_teacher(way: str, make: Make, mo
     columns |= {name: logprobs[..., place] for place, (_, name) in enumerate(NAMES)}
     rows = {"lengths": batch["lengths"], "row_ids": np.arange(batch.rows)}
     worker.keep_columns(Batch({**rows, **columns}, {"step": 1.0}))
-    names = ("tokens", "loss_mask", "generation_logprobs", "advantages")
-    metrics = worker.train_step(
-        Batch({**rows, **{name: batch[name] for name in names}}, {**batch.scalars, "step": 1.0}), "policy"
-    ).flat()
+    trained = {**rows, **{name: batch[name] for name in ("tokens", "loss_mask", "generation_logprobs", "advantages")}}
+    metrics = worker.train_step(Batch(trained, {**batch.scalars, "step": 1.0}), "policy").flat()
     teacher = torch.from_numpy(logprobs).log_softmax(-1)
     policy = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids)).log_softmax(-1)
     loss = ((teacher.exp() * (teacher - policy)).sum(-1) * torch.from_numpy(batch["loss_mask"])).sum() / scored.sum()
@@ -198,9 +196,8 @@ def test_gradients_of_two_losses_are_compared_without_a_step(make: Make) -> None
         norm = ours.shared["grad_norm"]
         assert theirs.shared["grad_norm"] == pytest.approx(abs(scale) * norm)
         assert distance == pytest.approx(abs(scale - 1) * norm, abs=1e-6 * norm)
-        assert cosine == pytest.approx(
-            (norm**2 + theirs.shared["grad_norm"] ** 2 - distance**2) / (2 * norm * theirs.shared["grad_norm"])
-        )
+        other_norm = theirs.shared["grad_norm"]
+        assert cosine == pytest.approx((norm**2 + other_norm**2 - distance**2) / (2 * norm * other_norm))
     assert worker.weight_digests() == before
     assert worker.train_step(batch, "policy").shared["grad_norm"] == norm, "nothing is left of the comparison"
 

@@ -65,9 +65,8 @@ def test_a_chosen_compilation_keeps_its_sizes() -> None:
 
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     assert compilation() == {"compilation_config": sizes}
-    assert compilation(compilation_config={"cudagraph_mode": "FULL"}) == {
-        "compilation_config": {**sizes, "cudagraph_mode": "FULL"}
-    }
+    full = {"cudagraph_mode": "FULL"}
+    assert compilation(compilation_config=full) == {"compilation_config": {**sizes, **full}}
     chosen = {"max_cudagraph_capture_size": 4, "inductor_compile_config": {"combo_kernels": False}}
     assert compilation(on_gpu=True, compilation_config=chosen) == {"compilation_config": chosen}
     untimed = {"combo_kernels": True, "benchmark_combo_kernel": False}
@@ -448,9 +447,8 @@ def test_a_request_that_vllm_loses_raises(engine: QuantumEngine, vllm: AsyncEngi
         engine.run(asked(r7=3), 100)
 
 
-Logprobs = namedtuple(  # the fields of vLLM's `LogprobsLists`
-    "Logprobs", "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens", defaults=[None]
-)
+FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")  # of vLLM's `LogprobsLists`
+Logprobs = namedtuple("Logprobs", FIELDS, defaults=[None])
 
 
 @dataclass
@@ -472,7 +470,7 @@ def test_replayed_steps_join_like_others() -> None:
     expected: Any = _joined(steps, None)
     assert found.sampled_token_ids == expected.sampled_token_ids == tokens.T.tolist()
     assert found.logprobs.cu_num_generated_tokens == [0, 4, 8, 12] == expected.logprobs.cu_num_generated_tokens
-    for name in ("logprob_token_ids", "logprobs", "sampled_token_ranks"):
+    for name in FIELDS[:3]:
         assert getattr(found.logprobs, name).tolist() == getattr(expected.logprobs, name).tolist()
     assert found.logprobs.logprobs[:, 0].tolist() == logprobs.T.ravel().tolist()
 

@@ -102,9 +102,6 @@ def states_of(vllm: AsyncEngineDouble) -> dict[str, Any]:
 
 
 def state_of(name: str, tokens: list[int]) -> Any:
-    logprobs = [np.array([-float(token)], np.float32) for token in tokens]
-    return SimpleNamespace(
-        external_req_id=name,
-        detokenizer=SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens)),
-        logprobs_processor=SimpleNamespace(logprobs=logprobs),
-    )
+    detokenizer = SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens))
+    processor = SimpleNamespace(logprobs=[np.array([-float(token)], np.float32) for token in tokens])
+    return SimpleNamespace(external_req_id=name, detokenizer=detokenizer, logprobs_processor=processor)
