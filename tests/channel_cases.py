@@ -221,7 +221,7 @@ def _memory_files() -> int:
     return held
 
 
-def _refit_plan(size: int, devices: Sequence[str] = ()) -> tuple[RefitPlan, ParallelLayout]:
+def refit_plan(size: int, devices: Sequence[str] = ()) -> RefitPlan:
     half = size // 2
     layout = ParallelLayout(dp=half, ep=half)
     sources = [megatron_weight_slices(CONFIG, layout, rank) for rank in range(half)]
@@ -232,23 +232,24 @@ def _refit_plan(size: int, devices: Sequence[str] = ()) -> tuple[RefitPlan, Para
         bucket_bytes=20_000,
         direct_bytes=2_000,  # some messages of each bucket are direct, at one end or both
         devices=devices,
-    ), layout
+    )
+
+
+def sent_and_expected(size: int, rank: int) -> tuple[bool, Weights]:
+    """Returns whether a rank of `refit_plan` is a source, and the tensors that it sends, or should receive."""
+    half, weights = size // 2, hf_weights(CONFIG)
+    if rank < half:
+        return True, megatron_tensors(weights, CONFIG, ParallelLayout(dp=half, ep=half), rank)
+    return False, vllm_tensors(weights, CONFIG, half, rank - half)
 
 
 def refit(place: Place) -> object:
     """Three versions with different weights arrive where an independent slicing puts them."""
-    half = place.size // 2
     join_own_world(place)
-    plan, layout = _refit_plan(place.size)
-    channel = place.open()
-    weights = hf_weights(CONFIG)
-    is_source = place.rank < half
-    if is_source:
-        tensors = megatron_tensors(weights, CONFIG, layout, place.rank)
-    else:
-        expected = vllm_tensors(weights, CONFIG, half, place.rank - half)
-        tensors = zeros_like(expected)
-    tensors = {name: tensor.clone().to(place.device) for name, tensor in tensors.items()}
+    plan, channel = refit_plan(place.size), place.open()
+    is_source, expected = sent_and_expected(place.size, place.rank)
+    held = expected if is_source else zeros_like(expected)
+    tensors = {name: tensor.clone().to(place.device) for name, tensor in held.items()}
     end = (RefitSender if is_source else RefitReceiver)(plan.for_rank(place.rank), tensors, channel)
     bytes_ = []
     for version in (1, 2, 3):
@@ -297,9 +298,8 @@ def relayed(place: Place) -> object:
 
 def failing_rank(place: Place, failing: int) -> object:
     """In the second of three refits its tensors no longer fit the plan. Returns each refit's outcome and seconds."""
-    plan, layout = _refit_plan(2)
-    channel, weights = place.open(), hf_weights(CONFIG)
-    tensors = vllm_tensors(weights, CONFIG, 1, 0) if place.rank else megatron_tensors(weights, CONFIG, layout, 0)
+    plan, channel = refit_plan(2), place.open()
+    _, tensors = sent_and_expected(2, place.rank)
     tensors = {name: torch.nn.Parameter(tensor.clone().to(place.device)) for name, tensor in tensors.items()}
     end = (RefitReceiver if place.rank else RefitSender)(plan.for_rank(place.rank), tensors, channel)
     moved = next(tensor for tensor in tensors.values() if tensor.dim() == 2)
@@ -350,17 +350,15 @@ def killed_peer(place: Place) -> object:
 
 def killed_in_a_refit(place: Place) -> object:
     """A source is killed during a refit. Its receivers, and sources that send to them, raise errors."""
-    half = place.size // 2
-    plan, layout = _refit_plan(place.size)
-    channel = place.open()
-    weights = {name: tensor.to(place.device) for name, tensor in hf_weights(CONFIG).items()}
-    if place.rank < half:
-        sender = RefitSender(plan.for_rank(place.rank), megatron_tensors(weights, CONFIG, layout, place.rank), channel)
+    plan, channel = refit_plan(place.size), place.open()
+    is_source, held = sent_and_expected(place.size, place.rank)
+    tensors = {name: tensor.clone().to(place.device) for name, tensor in held.items()}
+    if is_source:
+        sender = RefitSender(plan.for_rank(place.rank), tensors, channel)
         if place.rank == 0:
             sender.send(1)
             os.kill(os.getpid(), signal.SIGKILL)
         return _error_of(lambda: [sender.send(version) for version in range(1, 200)])
-    tensors = zeros_like(vllm_tensors(weights, CONFIG, half, place.rank - half))
     receiver = RefitReceiver(plan.for_rank(place.rank), tensors, channel)
     return _error_of(lambda: [receiver.receive(version) for version in range(1, 200)])
 
@@ -541,14 +539,12 @@ def mapped_refit(place: Place) -> object:
     At the second the sender's memory was given back and taken again, at the same addresses. Its tensors have new memory at
     the third, the receiver's at the fourth, and the sender's again at the fifth, memory that cannot be mapped.
     """
-    plan, layout = _refit_plan(2, devices=("gpu", "gpu"))
-    channel, memory = place.open(), SharedMemory()
+    plan, channel, memory = refit_plan(2, devices=("gpu", "gpu")), place.open(), SharedMemory()
     assert isinstance(channel, IpcChannel)
     if place.device == "cpu":
         ipc_memory.allocation_of = memory.allocation_of  # type: ignore[assignment]
-    weights = hf_weights(CONFIG)
-    expected = vllm_tensors(weights, CONFIG, 1, 0)
-    held = megatron_tensors(weights, CONFIG, layout, 0) if place.rank == 0 else zeros_like(expected)
+    is_source, expected = sent_and_expected(2, place.rank)
+    held = expected if is_source else zeros_like(expected)
 
     def allocated(tensors: Weights) -> Weights:
         if place.device == "cpu":

@@ -39,16 +39,11 @@ def _refits(place: Place, versions: int, verify: Verify, moves: tuple[int, ...] 
     given back and taken again, with what was in it.
     """
     from dagrl.refit import RefitReceiver, RefitSender
-    from tests.unit.refit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
+    from tests.unit.refit.weight_reference import equal, zeros_like
 
-    plan, layout = cases._refit_plan(place.size)
-    channel = place.open()
-    weights = hf_weights(cases.CONFIG)
-    if place.rank == 0:
-        held = megatron_tensors(weights, cases.CONFIG, layout, 0)
-    else:
-        expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
-        held = zeros_like(expected)
+    plan, channel = cases.refit_plan(place.size), place.open()
+    is_source, expected = cases.sent_and_expected(place.size, place.rank)
+    held = expected if is_source else zeros_like(expected)
     if empties:
         live = _in_one_storage(held, place.device)
     else:

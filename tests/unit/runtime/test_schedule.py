@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -186,71 +186,49 @@ def tickets_of(graph: Graph) -> list[Any]:
     return [packet.header.tickets["train"] for packet in graph.taken]
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([[0, 1, 2]], "2 shards, but `rows` has 1 arrays"),
-        ([[0], [1], [2]], "2 shards, but `rows` has 3 arrays"),
-        ([[0, 1], [1]], "position from 0 to 2 exactly once"),
-        ([[0, 1], [3]], "position from 0 to 2 exactly once"),
-        ([[0], [1]], "position from 0 to 2 exactly once"),
-    ],
-)
-def test_rows_that_do_not_partition_the_batch_are_refused(
-    scheduler: Scheduler, made: list[Graph], rows: list[list[int]], words: str
-) -> None:
-    with pytest.raises(RunError, match=words):
-        scheduler.replay(step, batch(3), rows=[np.array(mine, np.intp) for mine in rows])
-    scheduler.replay(step, batch(3), rows=[np.array([0, 2]), np.array([1])])
-    assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
-
-
 X, LENGTHS = np.zeros((2, 4), np.int64), np.full(2, 4)
+ROWS = [
+    ([[0, 1, 2]], "2 shards, but `rows` has 1 arrays"),
+    ([[0], [1], [2]], "2 shards, but `rows` has 3 arrays"),
+    *((rows, "position from 0 to 2 exactly once") for rows in ([[0, 1], [1]], [[0, 1], [3]], [[0], [1]])),
+]
+FIELDS = [
+    (None, r"'step' takes a batch of lengths int64 \[rows\], x int64 \[rows, tokens\]; it was given a NoneType"),
+    ({"x": X, "lengths": LENGTHS}, "it was given a dict"),
+    (Batch({"lengths": LENGTHS}), r"batch of phase 'step' lacks x int64 \[rows, tokens\]\. Convert, add"),
+    (Batch({"x": X, "lengths": LENGTHS, "y": X}), r"'step' has y int64 \[rows, tokens\], not among its `inputs`"),
+    (Batch({"x": X.astype("float32"), "lengths": LENGTHS}), r"lacks x int64 .* and has x float32 \[rows, tokens\]"),
+    (Batch({"x": X, "lengths": LENGTHS.astype("int32")}), r"lacks lengths int64 \[rows\] and has lengths int32"),
+    (Batch({"x": X[:, 0], "lengths": LENGTHS}), r"lacks x int64 \[rows, tokens\] and has x int64 \[rows\]"),
+    (Batch({"x": X[:, :3], "lengths": LENGTHS}), r"`lengths` from 4 to 4, but its fields hold .*: \{'x': 3\}"),
+    (Batch({"x": X, "lengths": LENGTHS - [0, 5]}), "`lengths` from -1 to 4"),
+]
+UNPICKLABLE = [
+    (ObjectRef(b"1" * ObjectRef.size()), r"an ObjectRef cannot be sent .* send the value itself, ray.get"),
+    (threading.Lock(), r"a lock cannot be pickled \(TypeError: cannot pickle '_thread.lock' object\); send plain data"),
+]
+DEADLINE = r"deadline_s is .*; expected a finite number of seconds above 0"
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("item", "value", "options", "error", "words"),
     [
-        (None, r"'step' takes a batch of lengths int64 \[rows\], x int64 \[rows, tokens\]; it was given a NoneType"),
-        ({"x": X, "lengths": LENGTHS}, "it was given a dict"),
-        (Batch({"lengths": LENGTHS}), r"batch of phase 'step' lacks x int64 \[rows, tokens\]\. Convert, add"),
-        (Batch({"x": X, "lengths": LENGTHS, "y": X}), r"'step' has y int64 \[rows, tokens\], not among its `inputs`"),
-        (Batch({"x": X.astype("float32"), "lengths": LENGTHS}), r"lacks x int64 .* and has x float32 \[rows, tokens\]"),
-        (Batch({"x": X, "lengths": LENGTHS.astype("int32")}), r"lacks lengths int64 \[rows\] and has lengths int32"),
-        (Batch({"x": X[:, 0], "lengths": LENGTHS}), r"lacks x int64 \[rows, tokens\] and has x int64 \[rows\]"),
-        (Batch({"x": X[:, :3], "lengths": LENGTHS}), r"`lengths` from 4 to 4, but its fields hold .*: \{'x': 3\}"),
-        (Batch({"x": X, "lengths": LENGTHS - [0, 5]}), "`lengths` from -1 to 4"),
+        *((step, batch(3), {"rows": [np.array(mine, np.intp) for mine in rows]}, RunError, words) for rows, words in ROWS),
+        *((step, value, {}, DataError, words) for value, words in FIELDS),
+        *((other, value, {}, RunError, words) for value, words in UNPICKLABLE),
+        *((other, {"x": (1, [value])}, {}, RunError, words) for value, words in UNPICKLABLE),
+        *((step, Batch({"x": X, "lengths": LENGTHS}, {"x": value}), {}, RunError, words) for value, words in UNPICKLABLE),
+        *((other, 1, {"deadline_s": seconds}, RunError, DEADLINE) for seconds in (0.0, -1.0, math.inf, math.nan)),
     ],
 )
-def test_batches_with_wrong_fields_are_refused(scheduler: Scheduler, made: list[Graph], value: object, words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        scheduler.replay(step, value)
-    scheduler.replay(step, batch(2))
-    assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
-
-
-def with_scalar(scalar: Any) -> Batch:
-    return Batch({"x": X, "lengths": LENGTHS}, {"x": scalar})
-
-
-@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: {"x": (1, [value])}, with_scalar])
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (ObjectRef(b"1" * ObjectRef.size()), r"an ObjectRef cannot be sent .* send the value itself, ray.get"),
-        (threading.Lock(), r"a lock cannot be pickled \(TypeError: cannot pickle '_thread.lock' object\); send plain data"),
-    ],
-    ids=["an ObjectRef", "a lock"],
-)
-def test_unpicklable_inputs_are_refused(
-    scheduler: Scheduler, made: list[Graph], wrap: Callable[[Any], Any], value: object, words: str
+def test_bad_input_is_refused_before_sending(
+    scheduler: Scheduler, made: list[Graph], item: Phase, value: Any, options: Any, error: type[Exception], words: str
 ) -> None:
-    wrapped = wrap(value)
-    item, good = (step, batch(2)) if isinstance(wrapped, Batch) else (other, 1)
-    with pytest.raises(RunError, match=words):
-        scheduler.replay(item, wrapped)
-    scheduler.replay(item, good)
-    assert [tickets_of(graph) for graph in made if graph.taken] == [[0], [0]]
+    with pytest.raises(error, match=words):
+        scheduler.replay(item, value, **options)
+    scheduler.replay(step, batch(3), rows=[np.array([0, 2]), np.array([1])])
+    scheduler.replay(other, 1)
+    assert [tickets_of(graph) for graph in made] == [[0], [0], [1], [1]]
 
 
 def test_batches_may_be_empty_and_have_fields_in_any_order(scheduler: Scheduler) -> None:
@@ -348,12 +326,6 @@ def test_an_interrupt_while_tickets_are_taken_breaks_graphs(scheduler: Scheduler
         scheduler.replay(step, batch(8))
     with pytest.raises(PhaseError, match=r"could not be sent to all its workers.*call scheduler.recover\(\)"):
         scheduler.replay(step, batch(8))
-
-
-@pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.inf, math.nan])
-def test_a_deadline_is_a_number_of_seconds(scheduler: Scheduler, deadline_s: float) -> None:
-    with pytest.raises(RunError, match=r"deadline_s is .*; expected a finite number of seconds above 0"):
-        scheduler.replay(step, batch(8), deadline_s=deadline_s)
 
 
 def test_an_actor_that_is_two_ranks_is_refused() -> None:

@@ -57,13 +57,10 @@ def test_fitting_adapters_are_accepted(tmp_path: Path) -> None:
 
 peft = pytest.importorskip("peft")
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
-    "gpt_oss": {
-        "num_local_experts": 4,
-        "intermediate_size": 32,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32, "rope_parameters": ROPE},
 }
 EXPERTS = "experts.gate_up_proj", "experts.down_proj"
 
@@ -103,14 +100,8 @@ def test_adapters_of_experts_are_those_of_peft(kind: str, targets: tuple[str, ..
             if "lora_B" in name:
                 factor.normal_(std=0.05)
     theirs.save_pretrained(tmp_path / "theirs")
-    settings = PeftConfig(
-        enabled=True,
-        dim=4,
-        alpha=6.0,
-        target_modules=("q_proj",),
-        target_parameters=targets,
-        adapter_path=str(tmp_path / "theirs"),
-    )
+    keys = {"target_modules": ("q_proj",), "target_parameters": targets, "adapter_path": str(tmp_path / "theirs")}
+    settings = PeftConfig(enabled=True, dim=4, alpha=6.0, **keys)  # type: ignore[arg-type]
     model, adapters = adapted(kind, settings)
     tokens = torch.randint(0, 200, (2, 9))
     logits, expected = (one(input_ids=tokens, use_cache=False).logits for one in (model, theirs))

@@ -117,35 +117,36 @@ def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> 
         read_architecture({**QWEN3, **change})
 
 
-@pytest.mark.parametrize(
-    ("change", "tokens"),
-    [
-        ({"sliding_window": 16}, None),
-        ({"model_type": "llama", "sliding_window": 16}, 16),  # which vLLM uses
-        ({"model_type": "mistral"}, None),
-        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 18}, 18),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24}, 24),
-    ],
-)
-def test_lengths_that_the_worker_lacks(change: dict[str, Any], tokens: int | None) -> None:
-    assert read_architecture({**QWEN3, **change}).full_tokens == tokens
+MIXTRAL = {**QWEN3, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+SLIDING = {"sliding_window": 16, "use_sliding_window": True}
 
 
 @pytest.mark.parametrize(
-    ("change", "windows"),
+    ("change", "keys"),
     [
-        ({"sliding_window": 16}, [None] * 4),  # Qwen configurations have one without using it
-        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [16]),
-        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": None}, [None] * 4),
-        ({"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, [16] * 4),
-        ({**MOE, "sliding_window": 16, "use_sliding_window": True}, [16] * 4),
-        ({"model_type": "mistral"}, [4096] * 4),
-        ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
-        ({"model_type": "llama", "sliding_window": 16}, [None] * 4),
+        ({"sliding_window": 16}, {"full_tokens": None, "windows": (None,) * 4}),  # Qwen has one without using it
+        ({"model_type": "llama", "sliding_window": 16}, {"full_tokens": 16, "windows": (None,) * 4}),  # which vLLM uses
+        ({"model_type": "mistral"}, {"full_tokens": None, "windows": (4096,) * 4}),
+        ({"model_type": "mistral", "sliding_window": None}, {"windows": (None,) * 4}),
+        ({**SLIDING, "max_window_layers": 3}, {"windows": (None, None, None, 16)}),
+        ({**SLIDING, "max_window_layers": None}, {"windows": (None,) * 4}),
+        ({**SLIDING, "layer_types": ["sliding_attention"] * 4}, {"windows": (16,) * 4}),
+        ({**MOE, **SLIDING}, {"windows": (16,) * 4}),
+        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 18}, {"full_tokens": 18}),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24}, {"full_tokens": 24}),
+        ({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, {"moe_layers": (False, True, False, False)}),
+        (MIXTRAL, {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "moe_layers": (True,) * 4}),
+        (MIXTRAL, {"normalize_expert_weights": True, "norm_eps": 1e-5}),
+        ({}, {"constant_row": None}),  # a padding token that ends no text is constant
+        ({"pad_token_id": 0}, {"constant_row": 0}),
+        ({"pad_token_id": 7, "eos_token_id": [3, 5]}, {"constant_row": 7}),
+        *(({"pad_token_id": 3, "eos_token_id": ends}, {"constant_row": None}) for ends in (3, [5, 3])),
+        ({"pad_token_id": -1}, {"constant_row": None}),
     ],
 )
-def test_windows_are_those_of_transformers(change: dict[str, Any], windows: list[int | None]) -> None:
-    assert read_architecture({**QWEN3, **change}).windows == tuple(windows)
+def test_keys_are_read_as_transformers_does(change: dict[str, Any], keys: dict[str, Any]) -> None:
+    model = read_architecture({**QWEN3, **change})
+    assert {key: getattr(model, key) for key in keys} == keys
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -170,11 +171,6 @@ def test_missing_sizes_and_rope_are_those_of_transformers(kind: str, key: str) -
     assert mine.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
 
 
-def test_layers_with_experts_are_those_of_transformers() -> None:
-    model = read_architecture({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert model.moe_layers == (False, True, False, False)
-
-
 def test_glm_is_read_as_transformers_does() -> None:
     transformers = pytest.importorskip("transformers")
     theirs, mine = transformers.AutoConfig.for_model(**GLM), read_architecture(GLM)
@@ -187,24 +183,9 @@ def test_glm_is_read_as_transformers_does() -> None:
     assert given.rotary_dim == 8 and read_architecture({**GLM, "use_qk_norm": True, "attention_bias": True}).qkv_bias
 
 
-def test_mixtral_has_experts_of_the_intermediate_size_in_every_layer() -> None:
-    model = read_architecture({**QWEN3, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
-    assert (model.experts, model.experts_per_token, model.expert_ffn) == (8, 2, 128)
-    assert all(model.moe_layers) and model.normalize_expert_weights and model.norm_eps == 1e-5
-
-
 @pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(200, 1, 256), (256, 1, 256), (200, 4, 512), (151936, 4, 152064)])
 def test_padded_vocabulary(vocabulary: int, tp: int, rows: int) -> None:
     assert padded_vocabulary(vocabulary, tp) == rows
-
-
-@pytest.mark.parametrize(
-    ("keys", "row"),
-    [({}, None), ({"pad_token_id": 0}, 0), ({"pad_token_id": 7, "eos_token_id": [3, 5]}, 7), ({"pad_token_id": -1}, None)]
-    + [({"pad_token_id": 3, "eos_token_id": ends}, None) for ends in (3, [5, 3])],
-)
-def test_a_padding_token_that_ends_no_text_is_constant(keys: dict[str, Any], row: int | None) -> None:
-    assert read_architecture({**QWEN3, **keys}).constant_row == row
 
 
 OPTIONAL = "num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"
