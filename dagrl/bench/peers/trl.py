@@ -22,7 +22,7 @@ from dagrl.runtime.store import reserve_port
 from dagrl.workers.vllm.launch import import_vllm
 
 ROWS = 512  # rows of SFT's data set, which the trainer repeats
-RECOMPUTED = 16384  # tokens of a microbatch from which on layers are computed again, as what they keep does not fit
+RECOMPUTED = 16384  # tokens of a microbatch above which layers are recomputed, TRL's default, as activations do not fit
 
 
 def work(steps: int, model: str, **order: Any) -> list[float]:
