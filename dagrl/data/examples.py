@@ -315,9 +315,8 @@ def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example
             "add examples, or set data.val_path or data.val_fraction=0"
         )
     order = np.random.default_rng(config.seed).permutation(len(examples)).tolist()
-    held_out = sorted(order[:count])
-    remaining = sorted(order[count:])
-    return [examples[index] for index in remaining], [examples[index] for index in held_out]
+    remaining, held_out = ([examples[index] for index in sorted(part)] for part in (order[count:], order[:count]))
+    return remaining, held_out
 
 
 def _load_task(config: DataConfig) -> Splits:

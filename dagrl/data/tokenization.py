@@ -613,13 +613,11 @@ def _demonstration(whole: _Whole, encoded: Encoded, chat: Chat) -> Demonstration
 def _plain_demonstration(example: Example, encoded: Encoded, chat: Chat) -> Demonstration:
     """Keeps the tokens of the prompt, from which generation continues, even if those of the whole text differ there."""
     prompt = chat.encoder.ids(example.prompt)
-    if not prompt:
-        raise _no_tokens(example)
     if encoded.ids[: len(prompt)] == prompt:
         response = encoded.ids[len(prompt) :]
     else:
         response = chat.encoder.continuation(example.prompt, example.response)
-    if not response:
+    if not prompt or not response:
         raise _no_tokens(example)
     before = [*chat.encoder.before, *prompt]
     tokens = np.array([*before, *response, chat.tokenizer.eos_token_id], np.int64)

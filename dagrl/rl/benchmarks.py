@@ -82,14 +82,6 @@ def _gpqa_options(row: Row) -> list[str]:
     return options
 
 
-def _gpqa_question(row: Row) -> str:
-    return _with_options(str(row["Question"]).strip(), _gpqa_options(row))
-
-
-def _gpqa_answer(row: Row) -> str:
-    return LETTERS[_gpqa_options(row).index(str(row["Correct Answer"]).strip())]
-
-
 def _with_options(question: str, options: list[str]) -> str:
     return "\n".join([question, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))])
 
@@ -102,13 +94,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "aime25": Benchmark("math-ai/aime25", _PROBLEM, _ANSWER),
     "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", _mmlu_question, _mmlu_answer, "dagrl.rl.benchmarks:option_chosen", LETTER),
     "gpqa_diamond": Benchmark(
-        *("Idavidrein/gpqa", _gpqa_question, _gpqa_answer, "dagrl.rl.benchmarks:option_chosen", LETTER),
-        split="train",
-        subset="gpqa_diamond",
+        "Idavidrein/gpqa",
+        lambda row: _with_options(str(row["Question"]).strip(), _gpqa_options(row)),
+        lambda row: LETTERS[_gpqa_options(row).index(str(row["Correct Answer"]).strip())],
+        *("dagrl.rl.benchmarks:option_chosen", LETTER, "train", "gpqa_diamond"),  # its only split, and the subset
     ),
     "ifeval": Benchmark(
-        *("google/IFEval", _column("prompt"), _instructions, "dagrl.rl.benchmarks:instructions_followed", ""),
-        split="train",
+        *("google/IFEval", _column("prompt"), _instructions, "dagrl.rl.benchmarks:instructions_followed", "", "train"),
         whole=True,
     ),
 }

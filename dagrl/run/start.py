@@ -143,8 +143,12 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         media = MediaStore(paths.media, config.data.images)
         media.add(inputs.media)
         media.keep_fullest((row.tokens, row.media) for row in inputs.rows)
-        store, resumed = _open_checkpoints(config, paths)
-        if resumed is not None and config.checkpointing.enabled:
+        kept = config.checkpointing
+        limits = {"keep_top_k": kept.keep_top_k, "keep_last_k": kept.keep_last_k}
+        store = CheckpointStore(paths.checkpoints, **limits, higher_is_better=kept.higher_is_better)
+        store.recover()
+        resumed = store.latest() if kept.resume else None
+        if resumed is not None and kept.enabled:
             check_steps_left(config, plan, resumed, paths.final_model)
         step = resumed.state.step if resumed else 0
         run = PreparedRun(
@@ -335,19 +339,6 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path, fleet: Fle
         config = config.with_keys({TOKENIZER_KEY: str(directory)})
     model = init_model if init is not None else Path(str(config.policy.model_name))
     return with_absolute_paths(config, model)
-
-
-def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
-    """Returns the checkpoints of the run, cleaned up after a crash, and the one to resume from, if any."""
-    section = config.checkpointing
-    store = CheckpointStore(
-        paths.checkpoints,
-        keep_top_k=section.keep_top_k,
-        keep_last_k=section.keep_last_k,
-        higher_is_better=section.higher_is_better,
-    )
-    store.recover()
-    return store, store.latest() if section.resume else None
 
 
 def with_absolute_paths(config: Config, model: Path) -> Config:
