@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,8 +69,8 @@ class Place:
 Case = Callable[[Place], object]
 
 
-def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0, limit_s: float = 60.0) -> list[object]:
-    """Runs `case` on `size` ranks. Returns None for a rank that died, the error text for one that raised."""
+def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0, limit_s: float = 60.0) -> list[Any]:
+    """Runs `case` on `size` ranks. Returns None for a rank that died; one that raised fails the test with its traceback."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.channel_cases"])
     ports, address = (reserve_port(), reserve_port()), f"127.0.0.1:{reserve_port()}"
@@ -96,9 +96,11 @@ def _result(connection: Connection, deadline: float) -> object:
     if not wait([connection], max(0.0, deadline - time.monotonic())):
         raise TimeoutError("a rank hangs")
     try:
-        return connection.recv()
+        result, error = connection.recv()
     except EOFError:
         return None  # killed
+    assert not error, error
+    return result
 
 
 def _run(case: Case, place: Place, limit_s: float, connection: Connection) -> None:
@@ -107,9 +109,9 @@ def _run(case: Case, place: Place, limit_s: float, connection: Connection) -> No
     if place.device != "cpu":
         torch.cuda.set_device(place.device)
     try:
-        connection.send(case(place))
+        connection.send((case(place), ""))
     except Exception:
-        connection.send(traceback.format_exc())
+        connection.send((None, traceback.format_exc()))
 
 
 def join_own_world(place: Place) -> None:

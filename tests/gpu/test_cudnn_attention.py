@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dagrl.workers.train import cudnn_attention as cudnn
 from tests.gpu.test_megatron_packing import relative
-from tests.unit.workers.test_cudnn_attention import plain, starts_of
+from tests.unit.workers.test_packed_attention import plain, starts_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not cudnn.available(torch.device("cuda", 0)),

@@ -44,7 +44,7 @@ from dagrl.workers.train.microbatches import split_batch
 from dagrl.workers.train.row_plans import SplitRule, plan_rows, prefix_groups
 from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, folder, image, read, truth, turns_of  # noqa: F401
-from tests.unit.workers.test_shared_prefixes import RANK, flash_operator
+from tests.unit.workers.test_packed_attention import RANK, flash_operator
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_images.yaml"
 ORDER = ["none", "several", "one", "the same twice"]
