@@ -67,6 +67,7 @@ class Place:
 
 
 Case = Callable[[Place], object]
+Messages = Sequence[tuple[torch.Tensor, int]]
 
 
 def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0, limit_s: float = 60.0) -> list[Any]:
@@ -422,9 +423,7 @@ def aborted_while_posting(place: Place) -> object:
     return found, again, counts
 
 
-def _exchange(
-    channel: Channel, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-) -> None:
+def _exchange(channel: Channel, sends: Messages, receives: Messages) -> None:
     wait_all(channel.exchange(sends, receives))
     channel.synchronize()
     if receives:  # all of them may have arrived

@@ -136,8 +136,7 @@ def test_rank_0_leaves_after_the_others(linger_s: float, monkeypatch: pytest.Mon
 DEADLINE_S = 30.0
 
 
-class NcclError(Exception):
-    pass
+class NcclError(Exception): ...
 
 
 class Communicator:
@@ -164,8 +163,7 @@ class Communicator:
         assert self.told.wait(DEADLINE_S)
         self.events.append("destroyed")
 
-    def check_async_error(self) -> None:
-        pass
+    def check_async_error(self) -> None: ...
 
 
 Open = Callable[[Communicator], NcclChannel]

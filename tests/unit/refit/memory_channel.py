@@ -19,9 +19,7 @@ DEADLINE_S = 30
 
 class Done(PendingMessage):
     def __init__(self) -> None: ...
-
-    def wait(self) -> None:
-        pass
+    def wait(self) -> None: ...
 
 
 class MemoryChannel(Channel):
@@ -47,14 +45,9 @@ class MemoryChannel(Channel):
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         raise AssertionError("ends that run one after the other cannot wait for each other")
 
-    def abort(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _check_usable(self) -> None:
-        pass
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+    def _check_usable(self) -> None: ...
 
 
 class Pair:

@@ -28,10 +28,10 @@ from tests.unit.refit.weight_reference import (
     vllm_weight_slices,
 )
 
+Pair = tuple[int, int]
 
-def part(
-    name: str, tensor: str, rows: tuple[int, int], columns: tuple[int, int], at: tuple[int, int] = (0, 0)
-) -> WeightSlice:
+
+def part(name: str, tensor: str, rows: Pair, columns: Pair, at: Pair = (0, 0)) -> WeightSlice:
     """`rows` and `columns` of a matrix, whose first element is at index `at` of a tensor."""
     local = tuple((start, start + stop - first) for start, (first, stop) in zip(at, (rows, columns), strict=True))
     return WeightSlice(name, (rows, columns), tensor, local)
@@ -39,21 +39,12 @@ def part(
 
 def gated_mlp() -> tuple[RefitPlan, list[dict[str, Tensor]], Tensor, Tensor]:
     """Gate and up, 4 x 8 each, adjacent on both sides; down, 9 x 5, contiguous at the destination only; a small norm."""
-    source = [
-        part("gate", "fc1", (0, 4), (0, 8)),
-        part("up", "fc1", (0, 4), (0, 8), (4, 0)),
-        part("down", "fc2", (0, 9), (0, 10)),
-        part("norm", "norm", (0, 1), (0, 5)),
-        part("bias", "bias", (0, 1), (0, 5)),
-    ]
-    target = [
-        part("gate", "gate_up", (0, 4), (0, 8)),
-        part("up", "gate_up", (0, 4), (0, 8), (4, 0)),
-        part("down", "down", (0, 9), (0, 5)),
-        part("down", "other", (0, 9), (5, 10)),
-        part("norm", "n", (0, 1), (0, 5)),
-        part("bias", "b", (0, 1), (0, 5)),
-    ]
+    both = [("gate", (0, 0)), ("up", (4, 0))]
+    source = [*(part(name, "fc1", (0, 4), (0, 8), at) for name, at in both), part("down", "fc2", (0, 9), (0, 10))]
+    source += [part(name, name, (0, 1), (0, 5)) for name in ("norm", "bias")]
+    target = [part(name, "gate_up", (0, 4), (0, 8), at) for name, at in both]
+    target += [part("down", name, (0, 9), columns) for name, columns in (("down", (0, 5)), ("other", (5, 10)))]
+    target += [part(name, name[0], (0, 1), (0, 5)) for name in ("norm", "bias")]
     plan = plan_refit([source], [target], dtype="float32", direct_bytes=128)
     held = {"fc1": torch.randn(8, 8), "fc2": torch.randn(9, 10), "norm": torch.randn(1, 5), "bias": torch.randn(1, 5)}
     shapes = {"gate_up": (8, 8), "down": (9, 5), "other": (9, 5), "n": (1, 5), "b": (1, 5)}
@@ -151,16 +142,12 @@ def rows(first: int, stop: int, width: tuple[int, int] = (0, 4), **changes: str)
     ("first", "second", "together"),
     [
         (rows(0, 2), rows(2, 3), True),
-        (rows(0, 2), rows(3, 4), False),
-        (rows(2, 3), rows(0, 2), False),
-        (rows(0, 2), rows(2, 3, dtype="int32"), False),
-        (rows(0, 2), rows(2, 3, source="other"), False),
-        (rows(0, 2), rows(2, 3, target="other"), False),
-        (rows(0, 2, (0, 3)), rows(2, 4, (0, 3)), False),  # 24 bytes: in a message the next move starts 8 bytes later
-        (rows(0, 2), rows(2, 3, (0, 8)), False),
-        (rows(0, 2), rows(2, 3, (4, 8)), False),
-        (rows(0, 2, (0, 4)), rows(0, 2, (4, 8)), False),
         (rows(1, 2, (0, 4)), rows(1, 2, (4, 8)), True),
+        (rows(0, 2, (0, 4)), rows(0, 2, (4, 8)), False),
+        (rows(2, 3), rows(0, 2), False),
+        (rows(0, 2, (0, 3)), rows(2, 4, (0, 3)), False),  # 24 bytes: in a message the next move starts 8 bytes later
+        *((rows(0, 2), rows(2, 3, **{key: "other"}), False) for key in ("dtype", "source", "target")),
+        *((rows(0, 2), second, False) for second in (rows(3, 4), rows(2, 3, (0, 8)), rows(2, 3, (4, 8)))),
     ],
 )
 def test_moves_join_if_adjacent_in_both_tensors_and_the_message(first: Move, second: Move, together: bool) -> None:

@@ -89,10 +89,9 @@ def test_live_parameters_and_inference_tensors_are_written_in_place() -> None:
     for target in (parameter, frozen):
         run_refit(plan_of(matrix()), [{"s": torch.nn.Parameter(source())}, {"t": target}])
         assert torch.equal(target, source())
-        run_refit(
-            plan_of(*[matrix(box=((r, r + 1), (0, 10)), local=((r, r + 1), (0, 10))) for r in range(6)]),
-            [{"s": torch.nn.Parameter(source() + 1)}, {"t": target}],
-        )
+        rows = [((row, row + 1), (0, 10)) for row in range(6)]
+        plan = plan_of(*(matrix(box=box, local=box) for box in rows))
+        run_refit(plan, [{"s": torch.nn.Parameter(source() + 1)}, {"t": target}])
         assert torch.equal(target, source() + 1)
 
 
@@ -409,11 +408,8 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
             break
     ranks = [VllmRank(tp, rank, expert_parallel=ep, fp8=True) for rank in range(tp)] * data.draw(st.integers(1, 2))
     size, in_host = layout.world_size + len(ranks), data.draw(st.sampled_from([1, 2, 8]))
-    options = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "bucket_bytes": data.draw(st.sampled_from([40_000, 1 << 20])),
-        "hosts": [rank // in_host for rank in range(size)],
-    }
+    options = {"bucket_bytes": data.draw(st.sampled_from([40_000, 1 << 20]))}
+    options |= {"dtype": str(dtype).removeprefix("torch."), "hosts": [rank // in_host for rank in range(size)]}
     if not fits:
         with pytest.raises(RefitPlanError, match="inside an FP8 block"):
             plan_refit(held, [vllm_weight_slices(config, rank) for rank in ranks], **options)

@@ -18,8 +18,7 @@ class Saver(Protocol):
 
 
 class Lacks:
-    def __init__(self, context: object, config: object) -> None:
-        pass
+    def __init__(self, context: object, config: object) -> None: ...
 
 
 class Base(Lacks):

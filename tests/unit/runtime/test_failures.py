@@ -73,6 +73,7 @@ class Group:
     """Three train workers. Aborted ones leave their collective, if they are in one."""
 
     owned = answers_while_busy = True
+    rank_of_actor = Mock(return_value=1)
 
     def __init__(self, *hung: Shard, reports: Sequence[Report] = (IDLE, IDLE, IDLE), stay: Sequence[int] = ()) -> None:
         self.role = SimpleNamespace(name="train")
@@ -83,9 +84,6 @@ class Group:
         self.aborted, self.killed = list[int](), list[int]()
 
     failure = WorkerGroup.failure  # type: ignore[assignment]
-
-    def rank_of_actor(self, actor_id: str) -> int:
-        return 1
 
     def reports(self, timeout_s: float) -> dict[int, Report]:
         return dict(self.now)
@@ -270,7 +268,7 @@ def test_a_graph_that_closes_while_failures_are_read_reports_its_error() -> None
 def test_a_death_behind_a_closed_edge_is_found_and_its_peers_released() -> None:
     """The error of an edge does not say whose edge it is."""
     group = Group(reports=(BUSY, DIED, IDLE))
-    group.rank_of_actor = lambda actor_id: None  # type: ignore[method-assign, assignment, return-value]
+    group.rank_of_actor = Mock(return_value=None)
     error = failure_of(replay(Shard(RayChannelError("closed"))), group)
     assert [(one.rank, one.kind, one.message) for one in error.failures] == [(1, "died", "its process ended")]
     assert group.aborted == [0, 2] and error.breaks

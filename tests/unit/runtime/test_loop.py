@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -42,16 +43,10 @@ def header(ticket: int) -> Header:
     return Header("phase", ticket, False, {"train": ticket}, 10.0)
 
 
-class Worker:
-    def __init__(self) -> None:
-        self.aborted = 0
-        install(self, "train", 3, "")
-
-    def step(self, *values: object) -> object:
-        return values[0] if len(values) == 1 else values
-
-    def abort(self) -> None:
-        self.aborted += 1
+def worker() -> Any:
+    made = SimpleNamespace(step=lambda *values: values[0] if len(values) == 1 else values, abort=Mock())
+    install(made, "train", 3, "")
+    return made
 
 
 def node(number: int, sources: Sequence[Source], spec: EdgeSpec, place: int = 0, last: bool = True) -> LoopNode:
@@ -64,7 +59,7 @@ class Running:
     """A loop of one worker, and this process as the driver that sends its input and reads its results."""
 
     def __init__(self, nodes: Sequence[LoopNode], start: EdgeSpec, mailbox: Mailbox | None = None) -> None:
-        self.worker, self.name, self.ticket = Worker(), uuid.uuid4().hex, 0
+        self.worker, self.name, self.ticket = worker(), uuid.uuid4().hex, 0
         self.start = EdgeWriter(start)
         address = None if mailbox is None else mailbox.address
         made = prepare_loop(self.worker, self.name, nodes, address)
@@ -105,7 +100,7 @@ def test_an_unreadable_value_ends_the_loop_and_frees_the_workers_peers(running: 
         running.receive()
     with pytest.raises(UnreadableError, match="train worker 3: ValueError: cannot be made again, when a value"):
         running.end()
-    assert running.worker.aborted == 1
+    assert running.worker.abort.call_count == 1
 
 
 def test_an_unpicklable_result_is_a_failure_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch, running: Running) -> None:
@@ -121,7 +116,7 @@ def test_an_unpicklable_result_is_a_failure_and_the_loop_goes_on(monkeypatch: py
     (failure,) = running.receive().failures
     assert (failure.role, failure.rank, failure.node, failure.phase) == ("train", 3, "train[3].step0", "phase")
     assert failure.message.startswith("TypeError: cannot be sent")
-    assert not running.worker.aborted
+    assert not running.worker.abort.called
     running.send(7)
     assert running.receive().value == 7
 
@@ -168,12 +163,12 @@ def test_a_lost_link_ends_the_loop_with_an_error_that_names_it(lost: str) -> Non
 
 
 def test_a_loop_that_was_ended_before_it_began_does_not_begin() -> None:
-    worker, name = Worker(), uuid.uuid4().hex
-    made = prepare_loop(worker, name, [node(0, [None], NEAR)], None)
+    mine, name = worker(), uuid.uuid4().hex
+    made = prepare_loop(mine, name, [node(0, [None], NEAR)], None)
     reader = EdgeReader(made[0], DRIVER)
-    assert not loop_runs(worker, name) and end_loop(worker, name) and end_loop(worker, name)
+    assert not loop_runs(mine, name) and end_loop(mine, name) and end_loop(mine, name)
     with pytest.raises(RunError, match="torn down before its loops began"):
-        start_loop(worker, name, 0, {})
+        start_loop(mine, name, 0, {})
     with pytest.raises(EdgeClosedError):
         reader.read(1.0)
 

@@ -215,27 +215,21 @@ def test_models_are_equal_if_transformers_completes_them_to_the_same() -> None:
     assert backend.computed(short) != backend.computed({**short, "rms_norm_eps": 1e-5})
 
 
-OWN_CODE = {
-    "configuration_own.py": """
-from transformers import Qwen3Config
-class OwnConfig(Qwen3Config):
-    model_type = "own"
-""",
-    "modeling_own.py": """
+CONFIGURATION = "from transformers import Qwen3Config\nclass OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+MODEL = """
 from transformers import Qwen3ForCausalLM
 from .configuration_own import OwnConfig
 class OwnForCausalLM(Qwen3ForCausalLM):
     config_class = OwnConfig
-""",
-}
+"""
 
 
 def test_the_code_of_a_models_directory_runs_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.path", [*sys.path])
     tiny("qwen3").save_pretrained(tmp_path)
-    for name, text in OWN_CODE.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "configuration_own.py").write_text(CONFIGURATION)
+    (tmp_path / "modeling_own.py").write_text(MODEL)
     hf_config = json.loads((tmp_path / "config.json").read_text())
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     hf_config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": code}

@@ -149,7 +149,7 @@ def test_a_check_finds_damaged_files(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)], ids=["single", "tp2pp2ep4"]
 )
-def test_an_import_holds_no_more_than_a_piece_beyond_the_share(
+def test_an_import_holds_one_piece_more(
     layout: ParallelLayout, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights = checkpoint
@@ -168,9 +168,7 @@ def test_an_import_holds_no_more_than_a_piece_beyond_the_share(
         assert torch.equal(hf_load.local_view(tensors[piece.tensor], piece), expected), piece.name
 
 
-def test_an_export_holds_no_more_than_a_file(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_holds_at_most_a_file(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, weights = checkpoint
     limit = sum(weight.nbytes for weight in weights.values()) // 5
     monkeypatch.setattr(hf_export, "FILE_BYTES", limit)
@@ -219,9 +217,7 @@ def test_layers_of_token_prediction_are_not_read(checkpoint: Checkpoint, tmp_pat
     hf_load.check_hf(out, parameter_shapes(model))
 
 
-def test_a_complete_export_replaces_the_last(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_replaces_the_last(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, weights = checkpoint
     (slices, tensors), out = imported(directory), tmp_path / "out"
     monkeypatch.setattr(hf_export, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)

@@ -16,13 +16,13 @@ from dagrl.workers.megatron import cpu
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
 
 HIDDEN, FFN = 32, 24
-COMMON: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+COMMON: dict[str, Any] = {"num_layers": 1, "num_attention_heads": 2, "moe_token_dispatcher_type": "alltoall"}
+COMMON |= dict.fromkeys(("add_bias_linear", "gradient_accumulation_fusion", "bias_activation_fusion"), False)
+COMMON |= {"expert_model_parallel_size": 2, "use_cpu_initialization": True}
 SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation_func": silu, "moe_router_topk": 2}
-KINDS: dict[str, dict[str, Any]] = {
-    "swiglu": SWIGLU,
-    "clamped": SWIGLU | {"activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0},
-    "gelu": {"gated_linear_unit": False, "activation_func": gelu, "moe_router_topk": 2},
-}
+CLAMPED = SWIGLU | {"activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0}
+GELU = {"gated_linear_unit": False, "activation_func": gelu, "moe_router_topk": 2}
+KINDS: dict[str, dict[str, Any]] = {"swiglu": SWIGLU, "clamped": CLAMPED, "gelu": GELU}
 COUNTS = [[3, 0, 1, 8, 5], [0, 16, 0], [0, 0, 0], [7], [1, 1, 1, 1]]
 
 
@@ -60,21 +60,8 @@ def make_experts(
 
     from dagrl.workers.megatron.experts import GroupedExperts
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=hidden,
-        num_attention_heads=2,
-        ffn_hidden_size=2 * ffn,
-        moe_ffn_hidden_size=ffn,
-        num_moe_experts=2 * experts,
-        expert_model_parallel_size=2,
-        add_bias_linear=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        use_cpu_initialization=True,
-        **COMMON,
-        **KINDS[kind],
-    )
+    sizes = {"hidden_size": hidden, "ffn_hidden_size": 2 * ffn, "moe_ffn_hidden_size": ffn, "num_moe_experts": 2 * experts}
+    config = TransformerConfig(**sizes, **COMMON, **KINDS[kind])
     group = OneRank()
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     groups = SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
@@ -249,7 +236,6 @@ def test_outputs_and_gradients_are_those_of_a_loop(tokens: int, experts: int, da
     inputs = [one.requires_grad_() for one in (hidden, weights, scales)]
     found, expected = dispatched(hidden, ids, mask, weights, scales), looped(hidden, mask, weights, scales)
     torch.testing.assert_close(found, expected)
-    for gradient, truth in zip(
-        torch.autograd.grad(found, inputs, upper), torch.autograd.grad(expected, inputs, upper), strict=True
-    ):
+    gradients = (torch.autograd.grad(outputs, inputs, upper) for outputs in (found, expected))
+    for gradient, truth in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, truth)

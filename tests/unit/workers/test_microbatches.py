@@ -133,9 +133,7 @@ GROUPS = st.lists(GROUP, min_size=1, max_size=4)
 
 @settings(max_examples=30, deadline=None)
 @given(GROUPS, st.booleans(), st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 2)]))
-def test_shared_prefixes_change_no_labels(
-    groups: list[tuple[int, list[int]]], masked: bool, sizes: tuple[int, int, int]
-) -> None:
+def test_shared_prefixes_keep_labels(groups: list[tuple[int, list[int]]], masked: bool, sizes: tuple[int, int, int]) -> None:
     """Each group has a prompt and completions. Without a mask, as for log-probabilities, completions may share more."""
     tp, pp, vpp = sizes
     prompts = [prompt for prompt, completions in groups for _ in completions]

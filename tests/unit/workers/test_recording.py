@@ -36,11 +36,8 @@ class Model(torch.nn.Module):
 def refitted(model: Model, source: Tensor, found: Recording) -> Tensor:
     """Returns the parameter as written by the recorded slices and computations."""
     parameter = torch.zeros_like(model.weight.data)
-    inputs = {
-        name: torch.zeros(()).new_empty_strided(where.shape, where.strides, dtype=dtype).zero_()
-        for one in found.computations
-        for name, (where, dtype) in one.inputs.items()
-    }
+    places = [item for one in found.computations for item in one.inputs.items()]
+    inputs = {name: torch.empty_strided(where.shape, where.strides, dtype=dtype).zero_() for name, (where, dtype) in places}
     tensors = {"weight": parameter, **inputs}
     tensors |= {name: arranged.of(tensors[arranged.tensor]) for name, arranged in found.arranged.items()}
     for piece in expand(found.slices):

@@ -38,7 +38,7 @@ from tests.unit.workers.vllm_double import AsyncEngineDouble, state_of, states_o
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "0,1,2"), ({VISIBLE: ""}, "0,1,2"), ({VISIBLE: "1"}, "1")])
-def test_all_gpus_are_visible_unless_some_were_chosen(
+def test_all_gpus_are_visible_unless_some_chosen(
     monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: str
 ) -> None:
     monkeypatch.setattr("dagrl.workers.vllm.environment.gpu_count", lambda: 3)
@@ -378,9 +378,7 @@ def test_tokens_have_the_version_of_the_weights_that_made_them(engine: QuantumEn
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_new_version_restarts_requests_without_tokens(
-    engine: QuantumEngine, vllm: AsyncEngineDouble, recompute: bool
-) -> None:
+def test_a_version_restarts_requests_without_tokens(engine: QuantumEngine, vllm: AsyncEngineDouble, recompute: bool) -> None:
     """Under their old cache key they would match prefixes that older weights computed."""
     engine.run(asked(r1=6, r2=3), 2)
     engine.drain()
