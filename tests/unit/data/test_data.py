@@ -19,18 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig
-from dagrl.data import Example, Message, Sampler, load_splits, open_sampler, read_examples
+from dagrl.data import Example, Message, Sampler, load_splits, open_sampler, read_examples, tokenization
 from dagrl.data.examples import with_chat
 from dagrl.data.hugging_face import has_splits
-from dagrl.data.tokenization import (
-    Demonstration,
-    Prompt,
-    collate,
-    digest_of,
-    encode_demonstrations,
-    encode_prompts,
-    keep_fitting,
-)
+from dagrl.data.tokenization import Demonstration, Prompt, digest_of, encode_demonstrations, encode_prompts
 from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from dagrl.rl.agents.protocol import plain_messages
 from dagrl.run.model import character_tokenizer
@@ -406,7 +398,7 @@ def test_a_missing_datasets_package_is_reported(tmp_path: Path, monkeypatch: pyt
 
 def test_collate() -> None:
     rows = encode_demonstrations([Example("1+1=", "2"), Example("1=", "1")], character_tokenizer(CHARACTERS))
-    batch = collate(rows)
+    batch = tokenization.collate(rows)
     assert batch["lengths"].tolist() == [6, 4]
     assert batch["tokens"].shape == batch["loss_mask"].shape == (2, 6)
     assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
@@ -416,10 +408,10 @@ def test_collate() -> None:
 def test_too_long() -> None:
     rows = encode_demonstrations([Example("1" * n, "2", source=f"line {n}") for n in (1, 9, 5)], character_tokenizer("12"))
     with pytest.raises(DataError, match=r"line 9: 11 tokens, .* room for 7 .*; 1 of 3 .* are too long. Raise policy.x, "):
-        keep_fitting(rows, 7, "error", "the bucket", "policy.x")
-    assert [len(row) for row in keep_fitting(rows, 7, "drop", "the bucket", "policy.x")] == [3, 7]
+        tokenization.keep_fitting(rows, 7, "error", "the bucket", "policy.x")
+    assert [len(row) for row in tokenization.keep_fitting(rows, 7, "drop", "the bucket", "policy.x")] == [3, 7]
     with pytest.raises(DataError, match="3 of 3"):
-        keep_fitting(rows, 2, "drop", "the bucket", "policy.x")
+        tokenization.keep_fitting(rows, 2, "drop", "the bucket", "policy.x")
 
 
 def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:

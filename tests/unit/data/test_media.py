@@ -21,19 +21,11 @@ from pyarrow import parquet
 from transformers.image_utils import load_image
 
 from dagrl.config import DataConfig, ImagesConfig
-from dagrl.data import Example
+from dagrl.data import Example, tokenization
 from dagrl.data.chat import chat_of
 from dagrl.data.examples import preference_of, read_examples
 from dagrl.data.media import MediaProcessor, MediaStore, Medium, RowMedia, fitting, id_of, with_fullest
-from dagrl.data.tokenization import (
-    Demonstration,
-    Prompt,
-    digest_of,
-    encode_demonstrations,
-    encode_preferences,
-    encode_prompts,
-    keep_fitting,
-)
+from dagrl.data.tokenization import Demonstration, Prompt, digest_of, encode_demonstrations, encode_prompts
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
 from tests.unit.data.processors import FAMILIES, Family, open_medium, processor_of
@@ -269,7 +261,7 @@ def test_both_answers_of_a_preference_have_the_images(folder: Path) -> None:
     path.write_text(json.dumps({"prompt": QUESTION, "chosen": ANSWER, "rejected": "the", "image": "images/0.png"}))
     (example,) = read_examples(path, "", DataConfig(path=str(path), image_key="image"), preference_of)
     processor = MediaProcessor(processor_of(FAMILIES[0]))
-    (pair,) = encode_preferences([example], processor.tokenizer, scored=True, processor=processor)
+    (pair,) = tokenization.encode_preferences([example], processor.tokenizer, scored=True, processor=processor)
     for answer, content in ((pair.chosen, ANSWER), (pair.rejected, "the")):
         expected = truth(FAMILIES[0], [CONVERSATIONS["one"][0], {"role": "assistant", "content": content}])["input_ids"]
         assert answer.tokens[:-1].tolist() == expected
@@ -357,7 +349,7 @@ def test_a_long_row_says_how_much_of_it_is_images(folder: Path) -> None:
     (row,) = demonstrations(FAMILIES[0], read(folder, [{"messages": CONVERSATIONS["one"]}]))
     count = truth(FAMILIES[0], CONVERSATIONS["one"])["input_ids"].count(processor_of(FAMILIES[0]).image_token_id)
     with pytest.raises(DataError, match=rf"{len(row)} tokens \({count} of images; data.images.max_pixels makes them few"):
-        keep_fitting([row], 5, "error", "the bucket", "policy.x")
+        tokenization.keep_fitting([row], 5, "error", "the bucket", "policy.x")
 
 
 def test_a_column_of_which_no_part_or_row_has_the_images_is_an_error(folder: Path) -> None:

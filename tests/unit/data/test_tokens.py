@@ -24,14 +24,8 @@ from dagrl.data.chat import Chat, chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
 from dagrl.data.replies import reply_row, reply_text, text_tokens
-from dagrl.data.tokenization import (
-    Demonstration,
-    encode_demonstrations,
-    encode_preferences,
-    encode_prompts,
-    warn_of_differences,
-    with_opening,
-)
+from dagrl.data import tokenization
+from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError
@@ -775,9 +769,9 @@ def test_rows_that_teach_nothing_are_known() -> None:
 def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     question, answer = messages_of(["hello", "and it"])
     examples = [example_of([question, {**answer, "reasoning_content": thought}]) for thought in ("hm", None, "hm hm")]
-    warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[1])))
+    tokenization.warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[1])))
     assert not caplog.text, "Qwen3 writes the thought of the last turn"
-    warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[0])))
+    tokenization.warn_of_differences(encode_demonstrations(examples, tokenizer_of(KINDS[0])))
     assert "row 1 and 1 other conversations: the chat template leaves out texts of turns that are learned" in caplog.text
     differences = encoded(KINDS[1], [question, {**answer, "reasoning": "hm"}]).differences
     assert "left out" in differences, "Qwen3's template knows the thought by another name"
@@ -826,9 +820,9 @@ def test_rows_have_variables_of_the_template(name: str, variables: dict[str, Any
     whole = tokenizer.apply_chat_template(messages, tokenize=True, **given)["input_ids"]
     opened = tokenizer.apply_chat_template(messages[:1], tokenize=True, add_generation_prompt=True, **given)["input_ids"]
     assert row.tokens.tolist() == whole and prompt.tokens.tolist() == opened != truth(kind, messages[:1], opened=True)
-    assert with_opening(prompt, messages[:1], tokenizer).tokens.tolist() == opened
+    assert tokenization.with_opening(prompt, messages[:1], tokenizer).tokens.tolist() == opened
     pair = {"prompt": messages[:1], "chosen": messages[1:], "rejected": messages[1:], "chat_template_kwargs": variables}
-    (both,) = encode_preferences([preference_of(pair, "row 1", DataConfig(path="x"))], tokenizer)
+    (both,) = tokenization.encode_preferences([preference_of(pair, "row 1", DataConfig(path="x"))], tokenizer)
     assert both.chosen.tokens.tolist() == both.rejected.tokens.tolist() == whole
 
 
@@ -916,7 +910,8 @@ def test_agents_and_environments_continue_alike(kind: Kind) -> None:
     (prompt,) = encode_prompts([example_of(messages_of("aa"))], tokenizer)
     renderer, agent = Renderer(tokenizer, "hermes"), Conversations()
     context = renderer.context(ChatBody(model="policy", messages=[asked]), agent)
-    assert context.whole() == truth(kind, [asked], opened=True) == with_opening(prompt, [asked], tokenizer).tokens.tolist()
+    opened = tokenization.with_opening(prompt, [asked], tokenizer)
+    assert context.whole() == truth(kind, [asked], opened=True) == opened.tokens.tolist()
     turn = sampled(kind, [asked], "and it")
     said = {"role": "assistant", "content": renderer.text(turn)}
     agent.add(Answer(context, finished(turn), message_key(said), trained=True))

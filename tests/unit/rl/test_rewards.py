@@ -115,10 +115,6 @@ def run(function: str, completions: list[str]) -> tuple[list[float], int, str]:
     return rewards.values.tolist(), rewards.failed, rewards.message
 
 
-def test_exact_match() -> None:
-    assert of_rewards.exact_match(["1+1="] * 3, ["2", " 2\n", "22"], ["2", "2", "2"]) == [1.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize("name", ["picky", "one_by_one"])
 def test_a_sample_that_raises_fails_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
     values, failed, message = run(name, ["ab", "raise", "abc"])
@@ -198,16 +194,8 @@ def test_one_warning_if_a_batch_fails_but_its_samples_do_not(caplog: pytest.LogC
     with RewardRunner(config_of("short")) as runner:
         for rows in (2, 2, 3, 1):
             assert rewarded(runner, ["p"] * rows, ["a"] * rows, ["r"] * rows).values.tolist() == [1.0] * rows
-    assert [record.getMessage() for record in caplog.records] == [
-        "reward.function fails for a batch but answers each of its rows alone, which takes longer: "
-        f"it returned 1 answers; expected: a list of {rows} (warned once)"
-        for rows in (2, 3)
-    ]
-
-
-def test_unknown_function() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.function: .*has no 'exact_mach'; did you mean 'exact_match'"):
-        RewardRunner(RewardConfig(function="dagrl.rl.rewards:exact_mach"))
+    says = "reward.function fails for a batch but answers each of its rows alone, which takes longer: it returned 1 answers"
+    assert caplog.messages == [f"{says}; expected: a list of {rows} (warned once)" for rows in (2, 3)]
 
 
 def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:
@@ -270,7 +258,8 @@ def test_overlong_penalty_is_dapos_equation_13() -> None:
     assert actual.tolist() == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
 
 
-def test_math_answers() -> None:
+def test_exact_and_math_answers() -> None:
+    assert of_rewards.exact_match(["1+1="] * 3, ["2", " 2\n", "22"], ["2", "2", "2"]) == [1.0, 1.0, 0.0]
     pytest.importorskip("math_verify")
     gsm8k = "She sold 48/2 = <<48/2=24>>24 clips in May.\n48+24 = 72 altogether.\n#### 72"
     rows = [

@@ -13,16 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from dagrl.config import Config, PolicyConfig, RandomInit, TokenizerConfig
 from dagrl.errors import ConfigError
-from dagrl.run.model import (
-    character_tokenizer,
-    check_directories,
-    load_tokenizer,
-    model_description,
-    role_description,
-    save_tokenizer,
-    token_count,
-    write_random_model,
-)
+from dagrl.run import model as run_model
+from dagrl.run.model import character_tokenizer, load_tokenizer, model_description
 from dagrl.run.preflight import Inputs
 from dagrl.run.start import prepared_config
 
@@ -35,7 +27,7 @@ def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
     assert INIT.tokenizer_characters is not None
     tokenizer = character_tokenizer(INIT.tokenizer_characters)
     init = INIT.model_copy(update={"seed": seed, "hf_config": {**INIT.hf_config, **hf_config}})
-    write_random_model(init, tokenizer, directory)
+    run_model.write_random_model(init, tokenizer, directory)
     return (directory / "model.safetensors").read_bytes()
 
 
@@ -51,8 +43,8 @@ def test_each_role_has_the_description_of_its_own_model(tmp_path: Path) -> None:
     critic, teacher = ({"model_name": str(tmp_path / name)} for name in ("critic", "teacher"))
     config = configured({"random_init": INIT.model_dump()}, critic=critic, models={"teacher": teacher})
     policy = {"model_type": "policy"}
-    found = [role_description(config, role, policy)["model_type"] for role in ("train", "generation", "critic", "teacher")]
-    assert found == ["policy", "policy", "critic", "teacher"]
+    for role, kind in (("train", "policy"), ("generation", "policy"), ("critic", "critic"), ("teacher", "teacher")):
+        assert run_model.role_description(config, role, policy)["model_type"] == kind
 
 
 def test_same_seed_same_bytes(tmp_path: Path) -> None:
@@ -86,11 +78,11 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path, wanted: i
 def test_a_checkpoint_needs_a_row_for_each_token(tmp_path: Path) -> None:
     written(tmp_path / "a")
     policy = PolicyConfig(model_name=str(tmp_path / "a"))
-    assert model_description(policy, token_count(load_tokenizer(policy)))["vocab_size"] == 18
+    assert model_description(policy, run_model.token_count(load_tokenizer(policy)))["vocab_size"] == 18
     character_tokenizer(f"{INIT.tokenizer_characters}x").save_pretrained(tmp_path / "larger")
     policy = PolicyConfig(model_name=str(tmp_path / "a"), tokenizer=TokenizerConfig(name=str(tmp_path / "larger")))
     with pytest.raises(ConfigError, match=r"tokens up to 18, but the model .* has rows for 0 to 17 \(vocab_size 18\)"):
-        model_description(policy, token_count(load_tokenizer(policy)))
+        model_description(policy, run_model.token_count(load_tokenizer(policy)))
     path = tmp_path / "a" / "config.json"
     path.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": json.loads(path.read_text())}))
     with pytest.raises(ConfigError, match=r"has rows for 0 to 17 \(vocab_size 18\)"):
@@ -101,20 +93,20 @@ def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
     """A vocabulary with gaps has fewer tokens than its largest token needs rows."""
     vocabulary = models.WordLevel({"<pad>": 0, "<eos>": 2, "a": 40}, unk_token="<pad>")  # noqa: S106  # a token of text
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="<eos>")  # noqa: S106
-    assert (len(tokenizer), token_count(tokenizer)) == (3, 41)
-    write_random_model(INIT, tokenizer, tmp_path / "a")
+    assert (len(tokenizer), run_model.token_count(tokenizer)) == (3, 41)
+    run_model.write_random_model(INIT, tokenizer, tmp_path / "a")
     assert model_description(PolicyConfig(model_name=str(tmp_path / "a")), 41)["vocab_size"] == 41
 
 
 def test_broken_directories_are_named_without_transformers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*absent"):
-        check_directories(configured({"model_name": str(tmp_path / "absent")}))
+        run_model.check_directories(configured({"model_name": str(tmp_path / "absent")}))
     written(tmp_path / "a")
     config = configured({"model_name": str(tmp_path / "a")})
-    check_directories(config)
+    run_model.check_directories(config)
     (tmp_path / "a" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json cannot be read"):
-        check_directories(config)
+        run_model.check_directories(config)
 
 
 def test_a_configuration_that_transformers_rejects(tmp_path: Path) -> None:
@@ -202,7 +194,7 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == made.encode(text, add_special_tokens=False).ids
         assert (tokenizer.decode(tokenizer(text)["input_ids"]), tokenizer.eos_token) == (text, "</s>")
         if directory == "model":
-            save_tokenizer(policy, tokenizer, tmp_path / "final_model")
+            run_model.save_tokenizer(policy, tokenizer, tmp_path / "final_model")
     run = configured({"model_name": str(tmp_path / "model"), "generation": {"stop_strings": ["and 34"]}})
     engines = prepared_config(run, Inputs(run, {}, tokenizer, {}), tmp_path / "init_model").policy.tokenizer.name
     assert AutoTokenizer.from_pretrained(engines)(text)["input_ids"] == tokenizer(text)["input_ids"]

@@ -17,20 +17,9 @@ from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
+from dagrl.run import step_time
 from dagrl.run.memory import Decoder
-from dagrl.run.step_time import (
-    GPUS,
-    LEAST_WORK,
-    PhaseTime,
-    Rows,
-    generate_time,
-    generated_rows,
-    refit_time,
-    run_times,
-    split_rows,
-    step_seconds,
-    train_time,
-)
+from dagrl.run.step_time import GPUS, Rows, generated_rows, run_times, step_seconds, train_time
 from dagrl.workers.train import cudnn_attention
 from tests.unit.run.test_memory import FSDP, PACKED, bench_config
 
@@ -234,12 +223,12 @@ def test_refits_take_as_long_as_predicted(case: str, gpus: int, monkeypatch: pyt
     config, _ = grpo(monkeypatch, "4b", 8, 256, 4)
     config = config.with_keys({"policy.generation.colocated.enabled": False})
     model = Decoder.of(workloads.SHAPES["qwen3-4b"].config)
-    predicted = refit_time(config, RunPlan.of(config), model, H200, found["bytes_into_rank"] / 2)
+    predicted = step_time.refit_time(config, RunPlan.of(config), model, H200, found["bytes_into_rank"] / 2)
     assert sum(predicted.values()) == pytest.approx(found["median_s"], rel=0.2)
 
 
 def test_packed_rows_with_enough_work_take_cudnn() -> None:
-    assert LEAST_WORK == cudnn_attention.LEAST_WORK
+    assert step_time.LEAST_WORK == cudnn_attention.LEAST_WORK
 
 
 def test_engine_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +246,7 @@ def test_engine_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
         read = 2 * model.weights + tokens / 0.98 * 2 * 2 * 28 * 1024 + len(running) * 160 * 151936
         seconds, steps = seconds + 28 * 51e-6 + read / H200.memory, steps + 1
         running = [[left - 1, context + 1] for left, context in running if left > 1]
-    parts, about = generate_time(config, model, H200, rows)
+    parts, about = step_time.generate_time(config, model, H200, rows)
     assert parts["decoding"] == pytest.approx(seconds, rel=1e-6) and about.endswith(f" in {steps} engine steps")
 
 
@@ -282,7 +271,7 @@ def test_shared_prompts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
         for policy, saved in ((cudnn, rows.saved), (cudnn, 0.0), (flash, 0.0))
     )
     assert shared == by_flash > whole  # FlashAttention 2 computes shared prefixes
-    count, width = split_rows(config.policy, rows, trains=True)
+    count, width = step_time.split_rows(config.policy, rows, trains=True)
     assert 16 * 1000 + 128 * 64 <= count * width <= 1.3 * (16 * 1000 + 128 * 64)
 
 
@@ -313,7 +302,7 @@ def test_steps_that_wait_for_launches_are_no_prediction() -> None:
 
 def test_engines_of_asynchronous_runs_generate_at_the_same_time() -> None:
     config, _ = bench_config("0.6b:dp1", 1, 8, 1)
-    times = [PhaseTime(name, {"": value}) for name, value in (("generate", 3), ("train_step", 2), ("refit", 1))]
+    times = [step_time.PhaseTime(name, {"": value}) for name, value in (("generate", 3), ("train_step", 2), ("refit", 1))]
     ahead = config.with_keys({"grpo.async_grpo.enabled": True})
     assert (step_seconds(config, times), step_seconds(ahead, times)) == (6, 4)
 

@@ -18,16 +18,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dagrl.config import Config
 from dagrl.errors import CheckpointError, MissingDependencyError
-from dagrl.telemetry.record import (
-    TRACKERS,
-    RunPaths,
-    RunRecord,
-    TensorBoardTracker,
-    lock_run,
-    prepare_run_directory,
-    put_back_config,
-    read_metrics,
-)
+from dagrl.telemetry import record as run_record
+from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory, read_metrics
 from dagrl.telemetry.rollouts import OTHER, STEP, RolloutFiles, read_rollouts, rollout_files, table_of
 from tests.unit.run.saving import full_disk
 
@@ -126,7 +118,7 @@ def test_a_resume_with_another_configuration_keeps_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("started", [False, True])
 def test_a_resume_that_cannot_start_leaves_the_earlier_configuration(started: bool, tmp_path: Path) -> None:
     saved = prepare_run_directory(config(tmp_path)).config
-    with suppress(CheckpointError), put_back_config(saved) as put_back:
+    with suppress(CheckpointError), run_record.put_back_config(saved) as put_back:
         prepare_run_directory(config(tmp_path, resume=True))
         if started:
             put_back.pop_all()
@@ -163,11 +155,11 @@ def test_tensorboard_shows_steps_once(tmp_path: Path, resumed_step: int) -> None
 def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A new run is refused instead: its user is there."""
 
-    class Down(TensorBoardTracker):
+    class Down(run_record.TensorBoardTracker):
         def __init__(self, *words: object) -> None:
             raise ConnectionError("server is down")
 
-    monkeypatch.setitem(TRACKERS, "tensorboard", Down)
+    monkeypatch.setitem(run_record.TRACKERS, "tensorboard", Down)
     with pytest.raises(ConnectionError):
         log_steps(config(tmp_path, tensorboard_enabled=True), 1, 1)
     paths = log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 1, 2)
@@ -199,7 +191,7 @@ def test_a_failing_tracker_stops_neither_the_run_nor_other_trackers(tmp_path: Pa
     assert caplog.messages == [text] * 3
 
 
-@pytest.mark.parametrize("package", TRACKERS)
+@pytest.mark.parametrize("package", run_record.TRACKERS)
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependencyError, match=rf"logger\.{package}_enabled .*'{package}'.*dagrl\[tracking\]"):
