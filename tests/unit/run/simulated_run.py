@@ -301,29 +301,6 @@ class Stop:
             raise StopRequestedError
 
 
-class SimulatedReplays:
-    """Replaces `Replays`; forwards to the run."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self.shared = run, None
-        self.times = ReplayTimes()
-
-    def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
-        """Does nothing: workers do not share memory."""
-
-    def submit(self, name: str, value: Any, rows: Any = ()) -> Any:
-        return self._run.submit(name, value, rows)
-
-    def collect(self, name: str, replay: Any, busy_s: Any = None) -> Any:
-        return self._run.collect(name, replay, busy_s)
-
-    def replay(self, name: str, value: Any, rows: Any = None) -> Any:
-        return self._run.replay(name, value, rows)
-
-    def close_step(self, tokens: int) -> dict[str, float]:
-        return {}
-
-
 class Trainer:
     """Replaces `PolicyTrainer`; forwards to the run."""
 
@@ -371,7 +348,15 @@ class Run:
         self.inputs = SimpleNamespace(
             prompts=prompts, validation_prompts=prompts[:2], evaluation_prompts=[], tokenizer=tokenizer
         )
-        self.simulated = SimulatedReplays(self)
+        self.simulated = SimpleNamespace(  # replaces `Replays`; forwards to the run, whose methods tests replace
+            shared=None,
+            times=ReplayTimes(),
+            hold=lambda *roles, **keys: None,
+            submit=lambda name, value, rows=(): self.submit(name, value, rows),
+            collect=lambda name, replay, busy_s=None: self.collect(name, replay, busy_s),
+            replay=lambda name, value, rows=None: self.replay(name, value, rows),
+            close_step=lambda tokens: {},
+        )
         recorder = SimpleNamespace(
             progress=progress,
             step=self._record,

@@ -67,8 +67,19 @@ def asynchronous(age: int, in_flight: bool) -> dict[str, Any]:
 loops = pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
 
 
+def finished(config: Config, seed: int, state: TrainState | None = None, **keys: Any) -> Run:
+    """Returns a run after all its steps, resumed from a state if there is one."""
+    run = Run(config, seed, resumed=state and Checkpoint(Path(), state), **keys)
+    assert run.train() is None
+    return run
+
+
+def groups_in(trained: Trained) -> list[ScoredGroup]:
+    return [group for groups in trained.values() for group in groups]
+
+
 def numbers_of(trained: Trained) -> list[int]:
-    return [group.group.number for groups in trained.values() for group in groups]
+    return [group.group.number for group in groups_in(trained)]
 
 
 def episodes_of(groups: Sequence[ScoredGroup]) -> list[Episode]:
@@ -93,8 +104,7 @@ def check_tokens(trained: Trained, max_age: int, in_flight: bool = True) -> None
 @settings(deadline=None, max_examples=15)
 @given(seed=seeds, age=st.integers(0, 3), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
 def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, turns: bool, dynamic: bool) -> None:
-    run = Run(configuration(asynchronous(age, in_flight), turns=turns, dynamic=dynamic), seed)
-    assert run.train() is None
+    run = finished(configuration(asynchronous(age, in_flight), turns=turns, dynamic=dynamic), seed)
     assert list(run.trained) == list(range(1, STEPS + 1))
     check_tokens(run.trained, age, in_flight)
     numbers, buffer = numbers_of(run.trained), run.experience.buffer
@@ -104,7 +114,7 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
         assert sorted(numbers) == list(range(STEPS * PROMPTS)), "no group is started and not trained"
         assert run.reward.checked == [PROMPTS * GENERATIONS] * STEPS, "failures are a share of the step that has them"
     else:
-        assert not any(group.samples[0].prompt.text == "3=" for groups in run.trained.values() for group in groups)
+        assert not any(group.samples[0].prompt.text == "3=" for group in groups_in(run.trained))
     check_metrics(run)
 
 
@@ -113,18 +123,16 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
 def test_engines_that_die_at_any_moment_cost_no_step_and_no_group(seed: int, loop: dict[str, Any], turns: bool) -> None:
     """No group is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit."""
     config = configuration(loop, turns=turns).model_copy(update={"on_failure": "restart"})
-    run = Run(config, seed, dying=0.05)
-    assert run.train() is None
+    run = finished(config, seed, dying=0.05)
     assert sorted(numbers_of(run.trained)) == list(range(STEPS * PROMPTS))
     check_tokens(run.trained, loop.get("max_trajectory_age_steps", 0))
-    for episode in (one for groups in run.trained.values() for one in episodes_of(groups)):
+    for episode in episodes_of(groups_in(run.trained)):
         assert episode.finish_reason in ("stop", "length") and len(episode.tokens) > 0
 
 
 def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
     """It is submitted before the refit has ended. The number of quanta in flight stays bounded."""
-    run = Run(slow(configuration(asynchronous(2, True), room=80)), seed=0)
-    assert run.train() is None
+    run = finished(slow(configuration(asynchronous(2, True), room=80)), seed=0)
     asked, behind, in_flight = False, [], 0
     for name, submitted in run.replays:
         if name == "refit":
@@ -167,23 +175,22 @@ def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any],
 def test_agents_do_not_begin_while_workers_train(can_wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clients would wait for the whole training step."""
     monkeypatch.setattr(EnvironmentTurns, "can_wait", can_wait)
-    run, while_training = Run(configuration({}), seed=0), list[bool]()
-    trained = run.train_on
+    while_training = list[bool]()
+    train_on = Run.train_on
 
-    def watched(*words: Any) -> Any:
+    def watched(run: Run, *words: Any) -> Any:
         while_training.append(run.experience.rollouts.busy)
-        return trained(*words)
+        return train_on(run, *words)
 
-    monkeypatch.setattr(run, "train_on", watched)
-    assert run.train() is None
+    monkeypatch.setattr(Run, "train_on", watched)
+    finished(configuration({}), seed=0)
     assert any(while_training) == can_wait
 
 
 @loops
 def test_validation_prompts_are_scored_in_parallel(loop: Mapping[str, Any]) -> None:
     """Each in its own call with its own deadline, and once."""
-    run = Run(configuration(loop), seed=3)
-    assert run.train() is None
+    run = finished(configuration(loop), seed=3)
     texts = [completions[0] for completions in run.reward.asked if len(completions) == 1]
     found = [metrics for metrics in run.metrics if "validation/reward" in metrics]
     assert len(found) == STEPS // 2 and len(texts) == 2 * len(found)
@@ -248,7 +255,7 @@ def test_drop_reasons_are_counted(each: int) -> None:
 @loops
 @pytest.mark.parametrize(("second", "equal", "failed"), [(Failed("no words"), "0", r"\1"), (SampleReward(1.0), r"\1", "0")])
 def test_a_run_that_drops_all_groups_ends_with_the_reason(
-    loop: Mapping[str, Any], second: SampleReward | Failed, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
+    loop: Any, second: Any, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two samples in each group has a reward, which `max_failed_share` allows; or both have the same one."""
     monkeypatch.setattr(Reward, "_score_all", lambda *_: [SampleReward(1.0), second])
@@ -280,8 +287,7 @@ def test_age_zero_is_the_synchronous_run_at_any_timing(timings: Any, in_flight: 
     """Batches, tokens and rewards are equal, so losses are equal."""
     found = []
     for loop, seed in zip(({}, asynchronous(0, in_flight)), timings, strict=True):
-        run = Run(configuration(loop, turns=turns, dynamic=dynamic), seed)
-        assert run.train() is None
+        run = finished(configuration(loop, turns=turns, dynamic=dynamic), seed)
         found.append([[described(group) for group in groups] for groups in run.trained.values()])
     assert found[0] == found[1] and len(found[0]) == STEPS
 
@@ -299,8 +305,7 @@ def test_a_stop_at_any_moment_loses_nothing(timings: Any, age: int, in_flight: b
     state = first.train()
     if state is None:  # it had ended by then
         return
-    second = Run(config, timings[1], resumed=Checkpoint(Path(), state))
-    assert second.train() is None
+    second = finished(config, timings[1], state)
     done = {step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained
     assert list(done) == list(range(1, STEPS + 1)), "no step is counted twice"
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
@@ -322,8 +327,7 @@ def test_a_resumed_run_with_fewer_steps_saves_the_remaining_groups(turns: bool) 
         assert second.train() is None
         left += len(untrained_in(second.checkpoints.state))
         trained = numbers_of({step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained)
-        last = Run(config, seed + 2, resumed=Checkpoint(Path(), second.checkpoints.state))
-        assert last.train() is None
+        last = finished(config, seed + 2, second.checkpoints.state)
         assert sorted(trained + numbers_of(last.trained)) == list(range(STEPS * PROMPTS))
     assert left > 0, "there must be something to leave"
 
@@ -358,17 +362,14 @@ def test_a_stop_does_not_wait_for_running_sequences_to_finish(monkeypatch: pytes
     assert state is not None and under_way and state.step == max(first.trained)
     assert first.replays[since:].count(("generate", True)) <= IN_FLIGHT + 1, "two behind the refit, and one to rest"
     monkeypatch.undo()
-    second = Run(config, 1, resumed=Checkpoint(Path(), state))
-    assert second.train() is None
+    second = finished(config, 1, state)
     check_tokens(second.trained, 2, in_flight=False)
     assert sorted(numbers_of(first.trained | second.trained)) == list(range(STEPS * PROMPTS))
 
 
 @loops
 @pytest.mark.parametrize("at_start", [True, False])
-def test_a_stop_in_a_validation_does_not_wait_for_it(
-    loop: Mapping[str, Any], at_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_in_a_validation_does_not_wait_for_it(loop: Any, at_start: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step it ends the run; after a step it is left out, and the step is recorded."""
     config = slow(configuration(loop, room=80)).with_keys({"grpo.val_at_start": at_start, "grpo.val_period": 1})
     run, begun, found = Run(config, 0), [], []
@@ -397,17 +398,13 @@ def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups() -> 
     first.checkpoints.state = TrainState(2, counters={"sft_sampler": {}})
     state = first.train()
     assert state is not None and state.step == 2 and "sft_sampler" in state.counters
-    second = Run(config, 1, resumed=Checkpoint(Path(), state))
-    assert second.train() is None
+    second = finished(config, 1, state)
     assert sorted(numbers_of(second.trained)) == list(range(STEPS * PROMPTS))
 
 
-@pytest.mark.parametrize(
-    ("made", "running", "learned"),
-    [(FIRST_QUANTUM, True, True), (3, True, True), (3, False, False)],
-    ids=["whole", "ended by the clock", "no request left"],
-)
+@pytest.mark.parametrize(("made", "running", "learned"), [(FIRST_QUANTUM, True, True), (3, True, True), (3, False, False)])
 def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learned: bool) -> None:
+    """Of a whole quantum, of one that the clock ended, and of one that had no request left."""
     by_time = {"policy.generation.quantum_engine_steps": None}  # at most 0.5 s for both in flight
     run, sent = Run(configuration(asynchronous(2, True)).with_keys(by_time), seed=0), list[Batch]()
 
@@ -429,11 +426,10 @@ def test_a_resumed_run_generates_groups_as_it_is_configured(changed: dict[str, i
     first = Run(configuration(asynchronous(2, True), turns=True), seed=1, stop_at=6)
     state = first.train()
     assert state is not None
-    second = Run(configuration(asynchronous(2, True), turns=True, **changed), 1, resumed=Checkpoint(Path(), state))
-    assert second.train() is None
+    second = finished(configuration(asynchronous(2, True), turns=True, **changed), 1, state)
     done = {step: groups for step, groups in first.trained.items() if step <= state.step}
     assert sorted(numbers_of(done | second.trained)) == list(range(STEPS * PROMPTS))
-    for group in (group for groups in second.trained.values() for group in groups):
+    for group in groups_in(second.trained):
         assert len(group.samples) == changed.get("each", GENERATIONS)
         assert max(map(len, group.samples)) <= changed.get("room", 40)
 
@@ -456,10 +452,9 @@ def test_resuming_with_other_prompts_is_an_error(loop: dict[str, Any]) -> None:
 def test_environment_tokens_do_not_count_as_overlong() -> None:
     """DAPO's penalty counts only tokens of the policy."""
     shaping = RewardShapingConfig(enabled=True, max_response_length=12, overlong_buffer_length=10)
-    run = Run(configuration({}, turns=True).with_keys({"grpo.reward_shaping": shaping}), seed=0)
-    assert run.train() is None
+    run = finished(configuration({}, turns=True).with_keys({"grpo.reward_shaping": shaping}), seed=0)
     longer = 0
-    for group in (group for groups in run.trained.values() for group in groups):
+    for group in groups_in(run.trained):
         for sample, value, reward in zip(group.samples, group.values, group.rewards.values, strict=True):
             length = sum(sample.completion.sampled)
             longer += length < len(sample.completion.tokens)
