@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -30,17 +30,13 @@ from dagrl.run.local_cluster import cluster_processes, lean_node, nodes_live
 from dagrl.run.stop import ignoring_signals, keep_handlers, stop_on_signals
 
 
-def refuse(**_: object) -> NoReturn:
-    raise ConnectionError("Failed to connect")
-
-
 @pytest.mark.parametrize("mode", [None, "disabled"])
 def test_a_cluster_that_cannot_be_joined_may_ask_for_a_token(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own message does not say so, and `ray start` requires a token once a local cluster has created one."""
     monkeypatch.delenv(AUTH_MODE, raising=False)
     if mode is not None:
         monkeypatch.setenv(AUTH_MODE, mode)
-    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "init", MagicMock(side_effect=ConnectionError("Failed to connect")))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(RunError, match=rf"Ray could not join the cluster at {address}.*: Failed to connect") as raised:
@@ -55,23 +51,15 @@ SLOW, FULL = "The current node timed out during startup.", "no space left on dev
 @pytest.mark.parametrize(
     ("failures", "address", "calls"), [([SLOW], None, 2), ([SLOW] * 2, None, 2), ([FULL], None, 1), ([SLOW], "auto", 1)]
 )
-def test_a_node_too_slow_for_ray_is_started_again(
-    failures: list[str], address: str | None, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, started = list(failures), []
-
-    def init(**_: object) -> None:
-        started.append(len(started))
-        if left:
-            raise Exception(left.pop(0))  # as Ray does
-
+def test_a_node_too_slow_for_ray_is_started_again(failures: list[str], address: Any, calls: int, monkeypatch: Any) -> None:
+    init = MagicMock(side_effect=[*map(Exception, failures), None])  # as Ray raises
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock)
     starts = nullcontext() if calls > len(failures) else pytest.raises(RunError, match=re.escape(failures[-1]))
     with starts, ray_cluster(ClusterConfig(address=address)):
         pass
-    assert len(started) == calls
+    assert init.call_count == calls
 
 
 @pytest.mark.parametrize(
@@ -85,7 +73,7 @@ def test_a_node_too_slow_for_ray_is_started_again(
     ],
 )
 def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "init", MagicMock(side_effect=ConnectionError("Failed to connect")))
     with socket.socket() as bound:
         bound.bind(("", 0))
         if beyond:
@@ -97,7 +85,7 @@ def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: st
 
 def test_a_cluster_named_by_a_variable_alone_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "init", MagicMock(side_effect=ConnectionError("Failed to connect")))
     monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock())
     with pytest.raises(RunError, match="could not start on this machine"), ray_cluster(ClusterConfig()):
         pass
@@ -152,22 +140,17 @@ WORKER = ["/ray/default_worker.py", "--node-ip-address=127.0.0.1"]
     ],
 )
 def test_only_what_variables_cannot_express_needs_rays_program(
-    context: dict[str, Any] | None, language: str, light: bool, monkeypatch: pytest.MonkeyPatch
+    context: Any, language: str, light: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [] if context is None else [worker_setup.CONTEXT + json.dumps(context)]
     words = [*WORKER, *given, worker_setup.LANGUAGE + language, "--last"]
-    became: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sys, "argv", ["worker_setup.py", *words])
-
-    def become(*arguments: Any) -> None:
-        became.append(arguments)
-        sys.exit(0)
-
+    become = MagicMock(side_effect=SystemExit)
     for name in ("execv", "execve"):
         monkeypatch.setattr(os, name, become)
     with pytest.raises(SystemExit):
         worker_setup.main()
-    ((_, command, *environment),) = became
+    (_, command, *environment) = become.call_args.args
     if light:
         assert command == [sys.executable, *WORKER, "--last"]
         assert environment == [{**os.environ, **(context or {}).get("env_vars", {})}]
@@ -237,9 +220,7 @@ def test_signal_handlers_removed_by_native_code_are_restored() -> None:
 
 
 def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opens_nvml() -> int:
-        raise AssertionError("NVML was asked")
-
+    opens_nvml = MagicMock(side_effect=AssertionError("NVML was asked"))
     torch = SimpleNamespace(cuda=SimpleNamespace(is_available=opens_nvml, device_count=opens_nvml))
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr("dagrl.run.fork_server.gpu_count", lambda: 2)

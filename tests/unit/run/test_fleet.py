@@ -50,11 +50,8 @@ def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
 
 def test_a_failed_start_of_ray_is_not_asked_about_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is raised as it is. Ray, which has not started, could only answer with an error of its own."""
-
-    def nodes_live(nodes: object) -> bool:
-        raise AttributeError("'Worker' object has no attribute 'gcs_client'")
-
-    monkeypatch.setattr("dagrl.run.fleet.nodes_live", nodes_live)
+    no_client = AttributeError("'Worker' object has no attribute 'gcs_client'")
+    monkeypatch.setattr("dagrl.run.fleet.nodes_live", MagicMock(side_effect=no_client))
     Fleet(restarts=1).leave(DeadlineError("Ray did not answer"))
 
 
@@ -121,9 +118,7 @@ class RecordedGroup:
         (["exchange=never"], [("generation", "starts"), ("train", "starts")]),
     ],
 )
-def test_colocated_groups_start_one_after_the_other_unless_both_fit(
-    keys: list[str], order: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colocated_groups_start_one_after_the_other_unless_both_fit(keys: Any, order: Any, monkeypatch: Any) -> None:
     noted: list[tuple[str, ...]] = []
     generation_started = threading.Event()
 
@@ -177,13 +172,11 @@ class SlowGeneration:
 TOGETHER = colocated("start_together=true")
 
 
-@pytest.mark.parametrize(
-    ("config", "early"),
-    [(load_config(EXAMPLE), True), (colocated("exchange=never"), True), (TOGETHER, False), (colocated(), False)],
-)
-def test_training_is_warmed_up_while_generation_starts_where_its_state_stays(
-    config: Config, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+APART, STAYS = load_config(EXAMPLE), colocated("exchange=never")
+
+
+@pytest.mark.parametrize(("config", "early"), [(APART, True), (STAYS, True), (TOGETHER, False), (colocated(), False)])
+def test_training_is_warmed_up_while_generation_starts_where_it_stays(config: Config, early: bool, monkeypatch: Any) -> None:
     slow = SlowGeneration(monkeypatch)
 
     def meanwhile(groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
@@ -204,12 +197,9 @@ def test_training_is_warmed_up_while_generation_starts_where_its_state_stays(
 def test_a_warm_up_that_fails_ends_the_start_of_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, ended = SlowGeneration(monkeypatch), list[WorkerGroup]()
     monkeypatch.setattr("dagrl.run.fleet.shutdown_groups", lambda groups, timeout_s: ended.extend(groups))
-
-    def meanwhile(groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
-        raise PhaseError((), "out of memory")
-
+    warm_up = MagicMock(side_effect=PhaseError((), "out of memory"))
     with ExitStack() as stack, pytest.raises(PhaseError, match="out of memory"):
-        start_groups(config := load_config(EXAMPLE), RunPlan.of(config), stack, lambda: None, meanwhile)
+        start_groups(APART, RunPlan.of(APART), stack, lambda: None, warm_up)
     assert [group.role.name for group in ended] == ["train"] and slow.noted == [("train", "starts")]
 
 
@@ -223,7 +213,7 @@ def test_generation_that_fails_ends_the_warm_up_of_training(monkeypatch: pytest.
             check()
 
     with ExitStack() as stack, pytest.raises(DeadlineError, match=r"timeouts\.start_s"):
-        start_groups(config := load_config(EXAMPLE), RunPlan.of(config), stack, lambda: None, meanwhile)
+        start_groups(APART, RunPlan.of(APART), stack, lambda: None, meanwhile)
 
 
 def configuration(**keys: Any) -> Config:
@@ -272,26 +262,20 @@ def test_a_run_restarts_from_the_newest_checkpoint(error: DagrlError) -> None:
 
 def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have changed since the run began, or the Hub may be down."""
-    read, resumed = [], []
-
-    def preflight(config: Config, early: Fleet) -> Inputs:
-        read.append(config.name)
-        return Inputs(config, {}, cast(Any, None), {})
-
-    def prepare(config: Config, derived: object) -> None:
-        resumed.append(config.checkpointing.resume)
-        raise PhaseError((), "a worker died")
+    read = MagicMock(side_effect=lambda config, early: Inputs(config, {}, cast(Any, None), {}))
+    prepare = MagicMock(side_effect=PhaseError((), "a worker died"))
 
     def run(config: Config, *, fleet: Fleet) -> None:
         fleet.progressed = True
         with open_session(config, None, fleet):
             pass
 
-    monkeypatch.setattr("dagrl.run.start.preflight", preflight)
+    monkeypatch.setattr("dagrl.run.start.preflight", read)
     monkeypatch.setattr("dagrl.run.start.prepare_run_directory", prepare)
     with pytest.raises(PhaseError):
         run_with_restarts(run, configuration(max_restarts=2, output_dir=str(tmp_path)))
-    assert read == ["run"] and resumed == [False, True, True]
+    assert read.call_count == 1
+    assert [call.args[0].checkpointing.resume for call in prepare.call_args_list] == [False, True, True]
 
 
 DIED = errors.WorkerFailure("train", 0, "", "here", 1, "train_step", 0, "", "died", "", "")
