@@ -28,10 +28,9 @@ from dagrl.rl.agents.protocol import plain_messages
 from dagrl.run.model import character_tokenizer
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+OPENING = "{% if add_generation_prompt %}[assistant]{% endif %}"
+BODY = "[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}"
+TEMPLATE = f"{{% for m in messages %}}{BODY}{{% endfor %}}{OPENING}"
 QWEN3 = (
     "{% set ns = namespace(last_query=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}{% endfor %}"
@@ -161,11 +160,7 @@ def test_prompts_alone(tmp_path: Path) -> None:
 
 def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
     """Compares with transformers' own mask of the text between generation tags, including the end of the turn."""
-    tagged = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}[assistant]{% generation %}{{ m.content }}{{ eos_token }}"
-        "{% endgeneration %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    tagged = MARKED.replace("{% endgeneration %}", "{{ eos_token }}{% endgeneration %}")
     tokenizer = character_tokenizer(CHARACTERS, tagged)
     turns = [{"role": message.role, "content": message.content} for message in SUMS.messages]
     wanted = {"return_dict": True, "return_assistant_tokens_mask": True, "add_special_tokens": False}
@@ -234,11 +229,9 @@ def test_unused_keys_do_not_change_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "each", "last"], tmp_path: Path) -> None:
     answers = {"one": 0, "two": 1, "three": None, "four": 0}
-    conversation = [
-        turn
-        for answer, weight in answers.items()
-        for turn in ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight})
-    ]
+    conversation: list[dict[str, Any]] = []
+    for answer, weight in answers.items():
+        conversation += [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight}]
     tokenizer = character_tokenizer(CHARACTERS, template)
     rows = encode_demonstrations(read(tmp_path / "a.jsonl", [{"messages": conversation}]), tokenizer, turns)
     expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]

@@ -3,7 +3,7 @@
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
@@ -266,14 +266,6 @@ def test_requests_of_an_episode_are_limited(served: Served) -> None:
         served.chat(ASKED, "x")
 
 
-def open_request(served: Served, ask: Callable[[], Any], pool: ThreadPoolExecutor) -> Any:
-    """Starts a request that generation does not answer; returns its future once it waits."""
-    asked = pool.submit(ask)
-    while not served.generation.turns:
-        assert not asked.done(), asked.exception()
-    return asked
-
-
 def test_a_client_that_goes_away_cancels_its_request(served: Served) -> None:
     with pytest.raises(openai.APITimeoutError):
         served.client.with_options(timeout=0.3).chat.completions.create(model="policy", messages=ASKED)
@@ -288,7 +280,9 @@ def test_a_client_that_goes_away_cancels_its_request(served: Served) -> None:
 def test_an_ended_episode_answers_its_open_requests(served: Served) -> None:
     ask = lambda: served.client.chat.completions.create(model="policy", messages=ASKED)  # noqa: E731
     with ThreadPoolExecutor(1) as pool:
-        asked = open_request(served, ask, pool)
+        asked = pool.submit(ask)
+        while not served.generation.turns:
+            assert not asked.done(), asked.exception()
         served.episode.end("the episode has ended")
         with pytest.raises(openai.AuthenticationError, match="the episode has ended"):
             asked.result()

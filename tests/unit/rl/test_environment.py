@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,16 +117,15 @@ class Episodes:
 
     def ask(self, *episodes: tuple[str, int, list[str]]) -> list[Reply]:
         """Asks for the last turn of each episode: its name, its number of turns, and the texts of its turns."""
-        return self.runner.submit(0, [question(*episode) for episode in episodes]).result()
+        prompts = [Prompt(name, np.array([1]), "", "row 0", columns={"left": left}) for name, left, _ in episodes]
+        questions = [
+            Question(f"key of {one.text}", one, 7, turns) for one, (*_, turns) in zip(prompts, episodes, strict=True)
+        ]
+        return self.runner.submit(0, questions).result()
 
     @property
     def notes(self) -> list[str]:
         return self._notes.read_text().splitlines()
-
-
-def question(name: str, left: int, turns: list[str]) -> Question:
-    prompt = Prompt(name, np.array([1]), "", "row 0", columns={"left": left})
-    return Question(f"key of {name}", prompt, 7, turns)
 
 
 @contextmanager
@@ -252,13 +250,6 @@ def test_replies() -> None:
 SCHEMA = {"properties": {"text": {"type": "string"}, "metadata": {}}, "required": ["text"]}
 
 
-@dataclass
-class StepResult:
-    observation: dict[str, Any]
-    reward: float | None = None
-    done: bool = False
-
-
 class GenericEnvClient:
     """A double of OpenEnv's client. Its server repeats texts, and ends the episode after `end`."""
 
@@ -268,13 +259,14 @@ class GenericEnvClient:
     async def connect(self) -> GenericEnvClient:
         return self
 
-    async def reset(self, **kwargs: Any) -> StepResult:
-        return StepResult({"text": f"seed {kwargs['seed']}", "metadata": {}})
+    async def reset(self, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(observation={"text": f"seed {kwargs['seed']}", "metadata": {}}, reward=None, done=False)
 
-    async def step(self, action: dict[str, Any], **kwargs: Any) -> StepResult:
+    async def step(self, action: dict[str, Any], **kwargs: Any) -> SimpleNamespace:
         if set(action) != {"text"}:
             raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)")
-        return StepResult({"text": action["text"]}, reward=len(action["text"]) / 10, done=action["text"] == "end")
+        text = action["text"]
+        return SimpleNamespace(observation={"text": text}, reward=len(text) / 10, done=text == "end")
 
     async def close(self) -> None:
         """Closes nothing."""

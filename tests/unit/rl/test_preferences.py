@@ -21,6 +21,7 @@ from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import Pairs, PreferenceAlgorithm, pair_losses
 from dagrl.rl.trial import try_algorithm
 from dagrl.run.model import character_tokenizer
+from tests.unit.data.test_data import TEMPLATE
 
 PAIRS = 5
 BETA = 0.3
@@ -134,11 +135,7 @@ def test_losses_that_cannot_train_are_rejected(algorithm: type, says: str) -> No
         try_algorithm(config_of(algorithm))
 
 
-CHAT = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
-    "{{ '[assistant]' if add_generation_prompt }}"
-)
-TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz []", chat_template=CHAT)
+TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz []", chat_template=TEMPLATE)
 USER = {"role": "user", "content": "a sum"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("right", "wrong one"))
 FORMS: dict[str, dict[str, Any]] = {
