@@ -184,9 +184,7 @@ GRPO = "examples/grpo_quickstart.yaml"
         ([GRPO, "data.task=null", "data.path=examples/data/arithmetic.jsonl", "data.val_fraction=0"], "no held-out prompts"),
     ],
 )
-def test_bad_arguments_are_one_error(
-    arguments: list[str], message: str, tmp_path: Path, dagrl: Run, monkeypatch: Any
-) -> None:
+def test_bad_arguments_are_errors(arguments: list[str], message: str, tmp_path: Path, dagrl: Run, monkeypatch: Any) -> None:
     for begun in ("begin_imports", "begin_cluster"):
         monkeypatch.setattr(f"dagrl.run.fleet.Fleet.{begun}", lambda *_: None)
     code, _, errors = dagrl("evaluate", *arguments, f"output_dir={tmp_path}")

@@ -68,9 +68,7 @@ def test_every_key_in_a_comment_exists(reward: str, tmp_path: Path) -> None:
         (["--model", ".", "--data", "there.yaml", "--reward", "no_task:reward"], "reward: there is no module 'no_task'"),
     ],
 )
-def test_bad_answers_are_one_error(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_bad_answers_are_errors(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     Path("there.yaml").touch()

@@ -19,12 +19,11 @@ from tokenizers.normalizers import Replace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig, PolicyConfig, TokenizerConfig
-from dagrl.data import Example
+from dagrl.data import Example, tokenization
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
 from dagrl.data.replies import reply_row, reply_text, text_tokens
-from dagrl.data import tokenization
 from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
@@ -73,12 +72,7 @@ def example_of(messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) ->
     return demonstration_of({"messages": list(messages), "tools": list(tools) or None}, "row 1", DataConfig(path="x"))
 
 
-def encoded(
-    tokenizer: Kind | PreTrainedTokenizerFast,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[Any] = (),
-    turns: Any = "all",
-) -> Demonstration:
+def encoded(tokenizer: Any, messages: Any, tools: Any = (), turns: Any = "all") -> Demonstration:
     """The only row of a conversation."""
     tokenizer = tokenizer_of(tokenizer) if isinstance(tokenizer, Kind) else tokenizer
     (row,) = encode_demonstrations([example_of(messages, tools)], tokenizer, turns)
@@ -91,9 +85,7 @@ def with_template(template: Any, kind: Kind = KINDS[0]) -> PreTrainedTokenizerFa
     return tokenizer
 
 
-def reply_tokens(
-    chat: Chat, turn: Sequence[int], said: Any, tools: Sequence[Any] = (), known: Any = (), stops: Sequence[int] = ()
-) -> list[int]:
+def reply_tokens(chat: Chat, turn: Any, said: Any, tools: Any = (), known: Any = (), stops: Any = ()) -> list[int]:
     """The tokens of a reply, for models that take no images."""
     return reply_row(chat, turn, frozenset(stops), said, tools, 1000, known)[0]
 
@@ -371,9 +363,7 @@ def test_variables_that_the_template_does_not_use_are_an_error() -> None:
         ("Nemotron Nano, tags of tokens", 2, "]</TOOLCALL>", "\n<SPECIAL_12>"),
     ],
 )
-def test_a_turn_that_is_written_otherwise_before_others_is_not_repeated(
-    name: str, calls: int, closing: str, end: str
-) -> None:
+def test_a_turn_written_otherwise_before_others_is_not_repeated(name: str, calls: int, closing: str, end: str) -> None:
     """Truth: what transformers' text of the conversation has after the last call and the end."""
     kind = NAMED[name]
     tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))

@@ -39,13 +39,7 @@ Trained = Mapping[int, Sequence[ScoredGroup]]
 
 
 def configuration(
-    loop: Mapping[str, Any],
-    *,
-    turns: bool = False,
-    dynamic: bool = False,
-    each: int = GENERATIONS,
-    room: int = 40,
-    limit: int = 10,
+    loop: Any, turns: bool = False, dynamic: bool = False, each: int = GENERATIONS, room: int = 40, limit: int = 10
 ) -> Config:
     vllm = {"data_parallel_size": 2, "max_num_seqs": 3}
     generation = {"max_new_tokens": limit, "quantum_engine_steps": 3, "vllm_cfg": vllm}
@@ -254,9 +248,7 @@ def test_drop_reasons_are_counted(each: int) -> None:
 
 @loops
 @pytest.mark.parametrize(("second", "equal", "failed"), [(Failed("no words"), "0", r"\1"), (SampleReward(1.0), r"\1", "0")])
-def test_a_run_that_drops_all_groups_ends_with_the_reason(
-    loop: Any, second: Any, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_drops_all_groups_says_why(loop: Any, second: Any, equal: str, failed: str, monkeypatch: Any) -> None:
     """One of two samples in each group has a reward, which `max_failed_share` allows; or both have the same one."""
     monkeypatch.setattr(Reward, "_score_all", lambda *_: [SampleReward(1.0), second])
     reasons = rf"{equal} because their rewards are equal .*, {failed} because .* failed for all of their samples but one"

@@ -519,9 +519,7 @@ def test_valid_input_passes_all_checks(top_k: str, run: Run) -> None:
         ("raise KeyboardInterrupt", 130, "dagrl: error: interrupted"),
     ],
 )
-def test_a_module_that_raises_on_import(
-    line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_raises(line: str, code: int, message: str, run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "user_module.py").write_text(f"import sys\n{line}\n")
     monkeypatch.syspath_prepend(tmp_path)
     found, errors = run("reward.function=user_module:score")

@@ -176,9 +176,7 @@ def test_another_likeliest_token_is_within_the_bound_only_if_it_is_as_likely() -
 
 
 @pytest.mark.parametrize(("sharpness", "verdict"), [(1.0, "within"), (8.0, "differs"), (0.2, "differs")])
-def test_a_sampler_that_draws_other_numbers_is_told_from_one_that_draws_from_another_distribution(
-    sharpness: float, verdict: str
-) -> None:
+def test_a_sampler_of_another_distribution_is_told_from_one_with_other_draws(sharpness: float, verdict: str) -> None:
     """A right sampler draws from p, others from p to the power of `sharpness`. The engine's log-probabilities are right."""
     generator = np.random.default_rng(0)
     logprobs = np.log(generator.dirichlet(np.ones(12), 40))

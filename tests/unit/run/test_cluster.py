@@ -94,9 +94,7 @@ def test_a_cluster_named_by_a_variable_alone_is_warned_of(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
-def test_a_directory_that_ray_cannot_use_is_an_error_that_names_the_variable(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_ray_cannot_use_names_the_variable(variable: str, tmp_path: Path, monkeypatch: Any) -> None:
     for name in ("RAY_TMPDIR", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv(AUTH_MODE, raising=False)
@@ -139,9 +137,7 @@ WORKER = ["/ray/default_worker.py", "--node-ip-address=127.0.0.1"]
         ({}, "CPP", False),
     ],
 )
-def test_only_what_variables_cannot_express_needs_rays_program(
-    context: Any, language: str, light: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_variables_cannot_say_needs_rays_program(context: Any, language: str, light: bool, monkeypatch: Any) -> None:
     given = [] if context is None else [worker_setup.CONTEXT + json.dumps(context)]
     words = [*WORKER, *given, worker_setup.LANGUAGE + language, "--last"]
     monkeypatch.setattr(sys, "argv", ["worker_setup.py", *words])

@@ -175,9 +175,7 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
     ("ranks", "tokens", "recomputes"),
     [(1, 4096, "none"), (1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")],
 )
-def test_ranks_with_parts_of_a_row_hold_a_part_of_its_activations(
-    machine: Any, ranks: int, tokens: int, recomputes: str
-) -> None:
+def test_parts_of_a_row_take_a_part_of_its_activations(machine: Any, ranks: int, tokens: int, recomputes: str) -> None:
     """A 24 GiB GPU has room for 2,700 tokens, and for 4,900 if a quarter of the state is on it."""
     machine(ranks, 24)
     split = {"backend": "fsdp", "fsdp_cfg": {"context_parallel_size": ranks}, "max_total_sequence_length": tokens}
@@ -204,9 +202,7 @@ REPLICAS = [(4, 32, 16, 4), (8, 3, 5, 5), (6, 32, 8, 4), (7, 1, 8, 4), (3, 5, 5,
 
 
 @pytest.mark.parametrize(("gpus", "prompts", "each", "replicas"), REPLICAS)
-def test_gpus_without_a_layout_get_replicas_that_divide_a_batch(
-    machine: Any, gpus: int, prompts: int, each: int, replicas: int
-) -> None:
+def test_replicas_without_a_layout_divide_a_batch(machine: Any, gpus: int, prompts: int, each: int, replicas: int) -> None:
     machine(gpus)
     policy = resolve(minimal(grpo={"num_prompts_per_step": prompts, "num_generations_per_prompt": each})).config.policy
     assert policy.generation is not None and policy.generation.colocated.enabled == (replicas > 1)

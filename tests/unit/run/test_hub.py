@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -113,9 +114,7 @@ def config(tmp_path: Path, name: str = NAME, **data: object) -> Config:
     return Config.model_validate({"name": "run", "algorithm": "sft", "output_dir": str(tmp_path), **sections})
 
 
-def test_a_model_is_downloaded_once_and_found_without_the_hub(
-    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_downloaded_once_and_found_offline(model: Path, cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with hub(model, monkeypatch) as server:
         found, origins = with_local_models(config(tmp_path))
         assert not any("pytorch_model.bin" in path for path in server.asked), "only safetensors are read"
@@ -146,9 +145,7 @@ def test_a_hub_out_of_reach_is_asked_once(cache: Path, tmp_path: Path, monkeypat
         load_splits(DataConfig(path="tester/none"))
 
 
-def test_a_dry_run_saves_the_directory_with_its_origin(
-    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_saves_the_origin(model: Path, cache: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config(tmp_path).model_dump(mode="json", exclude_unset=True)))
     with hub(model, monkeypatch):

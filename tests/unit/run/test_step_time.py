@@ -57,10 +57,10 @@ SFT = [  # name in docs/gpu.md; case, rows, length and sequences of a microbatch
 ]
 """Rates were fitted to runs without a name."""
 GENERATION = [  # model, sequences, completion, file, row: fitted, too
-    ("0.6b", 64, 256, "2x-nvidia-h200/2026-11-27/peers-generate.json", 0),
-    ("0.6b", 256, 256, "4x-nvidia-h200/2026-11-27/peers-generate.json", 0),
-    ("0.6b", 1024, 256, "4x-nvidia-h200/2026-11-27/peers-generate.json", 1),
-    ("0.6b", 64, 4096, "4x-nvidia-h200/2026-11-27/peers-generate-long.json", 0),
+    (("0.6b", 64, 256), "2x-nvidia-h200/2026-11-27/peers-generate.json", 0),
+    (("0.6b", 256, 256), "4x-nvidia-h200/2026-11-27/peers-generate.json", 0),
+    (("0.6b", 1024, 256), "4x-nvidia-h200/2026-11-27/peers-generate.json", 1),
+    (("0.6b", 64, 4096), "4x-nvidia-h200/2026-11-27/peers-generate-long.json", 0),
 ]
 DECODING = "1x-nvidia-h200/2026-11-29/decode.json"  # rows fitted to, too: with our attention, 384 tokens
 GRPO = [  # name, model, sequences, completion and sequences of a microbatch, file
@@ -129,11 +129,9 @@ def check(name: str, predicted: float, measured: float) -> None:
     assert row in (ROOT / "docs" / "gpu.md").read_text(), row
 
 
-@pytest.mark.parametrize(("model", "sequences", "completion", "file", "row"), GENERATION)
-def test_rates_of_engines_are_those_of_their_runs(
-    model: str, sequences: int, completion: int, file: str, row: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    predicted = grpo_step(monkeypatch, model, sequences, completion, 1)["generate"]
+@pytest.mark.parametrize(("run", "file", "row"), GENERATION)
+def test_rates_of_engines_are_those_of_their_runs(run: Any, file: str, row: int, monkeypatch: Any) -> None:
+    predicted = grpo_step(monkeypatch, *run, 1)["generate"]
     assert predicted == pytest.approx(seconds_of(file, row), rel=0.06)
 
 
@@ -195,9 +193,7 @@ IN_FLIGHT = {2: "2x-nvidia-h200/2026-11-22/step-qwen3-0.6b.json", 4: "4x-nvidia-
 
 
 @pytest.mark.parametrize(("gpus", "age", "row"), [(2, 1, 2), (2, 2, 3), (2, 4, 4), (4, 2, 3)])
-def test_updates_in_flight_let_batches_overlap_as_predicted(
-    gpus: int, age: int, row: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_in_flight_let_batches_overlap_as_predicted(gpus: int, age: int, row: int, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     keys = FOUR if gpus == 4 else []
     sizes = [f"cluster.num_gpus={gpus}", "grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128"]

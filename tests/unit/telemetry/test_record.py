@@ -127,9 +127,7 @@ def test_a_resume_that_cannot_start_leaves_the_earlier_configuration(started: bo
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_start_killed_while_writing_its_configuration_does_not_block_the_next(
-    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_killed_while_writing_its_config_blocks_no_other(resume: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """In a new directory, or in that of a run resumed with another configuration."""
     if resume:
         prepare_run_directory(config(tmp_path))
