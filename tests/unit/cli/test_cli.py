@@ -78,7 +78,6 @@ def test_the_readmes_command_for_your_own_data(tmp_path: Path, dagrl: Run, caplo
     (tmp_path / "train.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     quickstart = load_config(ROOT / EXAMPLE).policy.random_init
-    assert quickstart is not None
     write_random_model(quickstart, character_tokenizer("12+", template), tmp_path / "model")
     command = re.search(r"^dagrl (train examples/sft_own_data.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert command is not None

@@ -40,7 +40,6 @@ def test_overrides_in_order(small: Path) -> None:
     assert config.policy.megatron_cfg.layout.dp == 2
     assert config.policy.optimizer.lr == 3e-4
     assert config.policy.sequence_buckets == (16, 32)
-    assert config.policy.generation is not None
     assert config.policy.generation.vllm_cfg.layout.tp == 2
     assert (config.data.path, config.data.val_path, config.seed) == ("a=b.jsonl", None, 2)
 

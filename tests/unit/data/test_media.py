@@ -122,7 +122,6 @@ def check_media(family: Family, row: Demonstration | Prompt, numbers: Sequence[i
     if not numbers:
         assert row.media is None and not standing.any()
         return
-    assert row.media is not None
     assert np.array_equal(row.media.tokens != 0, standing)
     owners = [abs(int(one)) for one in row.media.tokens[standing]]
     alone = [processor(text=[processor.image_token], images=[[picture(number)]])["input_ids"][0] for number in numbers]

@@ -237,11 +237,10 @@ def test_samples_that_are_not_trained_on_are_marked() -> None:
     mask = np.array([[0, 1], [0, 0], [0, 0], [0, 0]], np.float32)  # the second is filtered for its length
     columns = {"loss_mask": mask, "advantages": 3 * mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)}
     rows = rollout_rows([group], Batch(columns), {}, 5, TokenTexts(TOKENIZER))
-    assert [row["dropped"] for row in rows] == ["", "overlong", "no_reward", "failed"]
-    assert [row["valid"] for row in rows] == [True, False, False, False]
-    assert [row["failure"] for row in rows] == ["", "", "ValueError: no", ""]
-    assert [row["advantage"] for row in rows] == [3, 0, 0, 0] and {row["split"] for row in rows} == {"train"}
-    assert {len(row["conversations"]) for row in rows} == {0}
+    found = [(row["dropped"], row["valid"], row["failure"], row["advantage"]) for row in rows]
+    whole, failed = ("", True, "", 3), ("no_reward", False, "ValueError: no", 0)
+    assert found == [whole, ("overlong", False, "", 0), failed, ("failed", False, "", 0)]
+    assert {(row["split"], len(row["conversations"])) for row in rows} == {("train", 0)}
     others = [Untrained(group), Untrained(group, TRAIN, "zero_variance")]
     rows = untrained_rows(others, 5, TokenTexts(TOKENIZER))
     assert [(row["split"], row["dropped"]) for row in rows[::4]] == [("validation", ""), ("train", "zero_variance")]
@@ -268,16 +267,15 @@ def test_all_conversations_of_an_agent_are_kept() -> None:
     assert [one["trained"] for one in first["conversations"]] == [False, False]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "expected"), [([0.5, 1.0], [0.5, None, 1.0]), ([1.0], [1.0, None, None]), ([None, 1.0], [None, None, 1.0])]
-)
-def test_turns_have_the_rewards_of_the_environment(rewards: list[float | None], expected: list[float | None]) -> None:
+@pytest.mark.parametrize(("first", "last"), [([0.5], [1.0]), ([1.0], []), ([None], [1.0])])
+def test_turns_have_the_rewards_of_the_environment(first: list[float | None], last: list[float]) -> None:
     group = scored("stop", answered=(True,))
     (episode,) = group.group.episodes
     episode.tokens, episode.sampled = np.array([2, 3, 4]), np.array([True, False, True])
-    episode.logprobs, episode.versions, episode.turn_rewards = np.zeros(3, np.float32), np.zeros(3, np.int64), rewards
+    episode.logprobs, episode.versions = np.zeros(3, np.float32), np.zeros(3, np.int64)
+    episode.turn_rewards = [*first, *last]
     (row,) = untrained_rows([Untrained(group)], 5, TokenTexts(TOKENIZER))
-    assert [turn["reward"] for turn in row["turns"]] == expected
+    assert [turn["reward"] for turn in row["turns"]] == [*first, None, *(last or [None])]
 
 
 def record(tokens: int, size: int = 6, seed: int = 0) -> np.ndarray:

@@ -82,7 +82,6 @@ class Bench:
 
 def configured(**generation: Any) -> Config:
     config = configuration({}, room=ROOM)
-    assert config.policy.generation is not None
     changed = config.policy.generation.model_copy(update=generation)
     return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": changed})})
 

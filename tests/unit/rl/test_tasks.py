@@ -84,7 +84,6 @@ def test_answers_name_what_is_drawn() -> None:
     splits = shapes(images=40, held_out=20)
     for example in (*splits.train, *splits.validation):
         (medium,) = example.media
-        assert isinstance(medium.data, bytes)
         image = Image.open(io.BytesIO(medium.data))
         assert (image.height, image.width) == medium.size
         pixels = {(x, y): image.getpixel((x, y)) for x in range(image.width) for y in range(image.height)}

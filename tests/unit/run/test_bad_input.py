@@ -598,7 +598,6 @@ def test_a_run_rejects_a_checkpoint_that_it_cannot_resume(overrides: Any, messag
     assert run("--dry-run", *same[:2]) == (0, "")
     config = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", *same[:2]))
     init = config.policy.random_init
-    assert init is not None
     write_random_model(init, load_tokenizer(config.policy), tmp_path / "model")
     save_checkpoint(config, tmp_path / "model")
     before = sorted(tmp_path.rglob("*"))

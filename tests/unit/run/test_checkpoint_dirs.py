@@ -38,7 +38,6 @@ def test_state_is_restored(store: CheckpointStore) -> None:
     save(store, 10, metric=0.5)
     save(store, 9)
     latest = store.latest()
-    assert latest is not None
     assert latest.state == TrainState(10, counters={"tokens": 5}, metric=0.5)
     assert (latest.directory / "train" / "rank_0.pt").read_bytes() == b"weights of step 10"
 

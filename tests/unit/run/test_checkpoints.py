@@ -149,7 +149,6 @@ def test_each_large_file_is_verified_by_one_worker_before_loading(tmp_path: Path
                 (directory / name / f"{number}").write_bytes(bytes(SMALL_FILE_BYTES + 1))
             (directory / name / "small").touch()
     latest, deadline = store.latest(), Deadline(1.0, "t")
-    assert latest is not None
     load_role(cast(WorkerGroup, readers), "train", latest.directory, deadline)
     assert readers.read == [["train/0", "train/3"], ["train/1"], ["train/2"]]
     assert readers.loaded == [str(latest.directory / "train")]

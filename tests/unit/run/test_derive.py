@@ -24,17 +24,9 @@ from dagrl.run.model import character_tokenizer
 from dagrl.workers.fsdp import FsdpWorker
 
 ROOT = Path(__file__).parents[3]
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_06B = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+QWEN3_06B |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+QWEN3_06B |= {"torch_dtype": "bfloat16"}
 LORA = {"peft": {"enabled": True}}
 ADAPTERS = {"peft": {"enabled": True, "refit": "adapters"}}
 TEMPLATED = character_tokenizer("0123456789", "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
@@ -64,10 +56,8 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> deri
     rows = [range(demonstrations)] * 100 if demonstrations else []
     asked = [range(prompts)] * 3200 if config.algorithm == "grpo" else []
     derive.derive_from_data(derived, rows, asked, QWEN3_06B, WEIGHTS)
-    if config.algorithm in ("dpo", "reward_model"):
-        derive.derive_steps(derived, pairs=len(rows))
-    else:
-        derive.derive_steps(derived, demonstrations=len(rows), prompts=len(asked))
+    learned = {"pairs" if config.algorithm in ("dpo", "reward_model") else "demonstrations": len(rows)}
+    derive.derive_steps(derived, **learned, prompts=len(asked))
     check_settings(derived.config, RunPlan.of(derived.config))
     return derived
 
@@ -113,7 +103,6 @@ def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
     machine(1)
     derived = resolve(minimal())
     config, policy = derived.config, derived.config.policy
-    assert policy.generation is not None
     engine = policy.generation.vllm_cfg
     assert (policy.precision, policy.sequence_packing.enabled) == ("bfloat16", True)
     assert policy.optimizer.lr == 1e-6
@@ -132,7 +121,6 @@ def test_colocated_engines_cache_all_sequences_and_no_more(machine: Any, new_tok
     """What the cache does not take can stay on the GPU for training."""
     machine(1)
     policy = resolve(minimal(policy={"generation": {"max_new_tokens": new_tokens}})).config.policy
-    assert policy.generation is not None
     engine, token = policy.generation.vllm_cfg, 2 * 28 * 8 * 128 * 2
     needed = engine.max_num_seqs * policy.max_total_sequence_length * token
     found = engine.kv_cache_memory_bytes
@@ -244,7 +232,6 @@ def test_without_gpus(machine: Any) -> None:
     machine(0)
     derived = resolve(minimal())
     policy = derived.config.policy
-    assert policy.generation is not None
     engine = policy.generation.vllm_cfg
     assert (policy.precision, policy.sequence_packing.enabled, engine.enforce_eager) == ("float32", False, True)
     token = 2 * 28 * 8 * 128 * 4

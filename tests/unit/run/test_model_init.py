@@ -24,7 +24,6 @@ INIT = RandomInit(tokenizer_characters="0123456789+= \n", hf_config=MODEL)
 
 
 def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
-    assert INIT.tokenizer_characters is not None
     tokenizer = character_tokenizer(INIT.tokenizer_characters)
     init = INIT.model_copy(update={"seed": seed, "hf_config": {**INIT.hf_config, **hf_config}})
     run_model.write_random_model(init, tokenizer, directory)
