@@ -13,6 +13,9 @@ Qwen3-0.6B's shape takes 1.05 times as long if they save 0.28 of the tokens, and
 
 TOKENIZER_KEY = "policy.tokenizer.name"
 
+GPU_BURST_STEPS = 16
+"""Steps of a burst by default: bookkeeping takes a sixteenth, and a sequence computes at most 15 tokens after its end."""
+
 
 def algorithm_name(config: Config) -> str:
     """Returns the name of the algorithm in records: that of its class, if it is the user's."""
@@ -45,6 +48,18 @@ def casts_as_packed(config: Config) -> bool:
     generation = config.policy.generation
     plain = generation is not None and generation.vllm_cfg.precision != "fp8"
     return plain and config.policy.backend == "fsdp" and not config.policy.fsdp_cfg.cpu_offload
+
+
+def burst_steps(config: Config, *, gpus: bool) -> int:
+    """Returns the decode steps for each run of vLLM's scheduler.
+
+    1 if a string may end a request, which is found later, and for router replay, which reads the experts of each step.
+    """
+    generation = generation_config(config)
+    strings = generation.stop_strings or config.environment.agent is not None  # whose requests have some too
+    if strings or config.policy.router_replay:
+        return 1
+    return generation.vllm_cfg.num_scheduler_steps or (GPU_BURST_STEPS if gpus else 1)
 
 
 def recomputes_kv_cache(config: Config) -> bool:

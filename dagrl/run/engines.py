@@ -102,14 +102,23 @@ class WorkerEngines(GenerationEngines):
     """
 
     def __init__(
-        self, group: WorkerGroup, replays: Replays, deadline: Deadline, replacement: EngineReplacement | None = None
+        self,
+        group: WorkerGroup,
+        replays: Replays,
+        deadline: Deadline,
+        replacement: EngineReplacement | None = None,
+        burst_steps: int = 1,
     ) -> None:
         self._group, self._replays, self._deadline = group, replays, deadline
-        self._replacement = replacement
+        self._replacement, self._burst_steps = replacement, burst_steps
 
     @property
     def shards(self) -> int:
         return self._group.layout.dp
+
+    @property
+    def burst_steps(self) -> int:
+        return self._burst_steps
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
         replay = self._replays.submit(PHASE, requests, rows=rows)

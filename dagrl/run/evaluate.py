@@ -21,6 +21,7 @@ from rich.console import Console
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION
+from dagrl.config.settings import burst_steps
 from dagrl.data.media import MediaStore
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
@@ -32,6 +33,7 @@ from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_s
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup, check_groups, reward_texts, reward_values, scored_group, with_turn_rewards
 from dagrl.rl.rollout.turns import Turns, open_turns
+from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.fleet import Fleet
 from dagrl.run.plans import generate_plan, with_media
@@ -135,7 +137,8 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         scheduler.compile()
         scheduler.warmup()
         progress.stage("Generating")
-        engines = WorkerEngines(group, replays, config.timeouts.replay)
+        bursts = burst_steps(config, gpus=gpus_per_worker(config.cluster) > 0)
+        engines = WorkerEngines(group, replays, config.timeouts.replay, burst_steps=bursts)
         rollouts = Rollouts(config, engines, inputs.tokenizer, turns, media=config.data.images.enabled)
         return _report(_complete(config, inputs, prompts, wanted, rollouts, turns, reward), wanted)
 

@@ -51,6 +51,10 @@ class GenerationEngines(Protocol):
     def shards(self) -> int:
         """The number of engines."""
 
+    @property
+    def burst_steps(self) -> int:
+        """Decode steps that an engine makes at once; a quantum of fewer costs as much as one of these."""
+
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Quantum:
         """Starts a quantum. `rows[shard]` are the rows of `requests` that the shard adds to its engine."""
 

@@ -66,7 +66,9 @@ class Rollouts:
         self._room = bucket_widths(config.policy)[-1]
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
-        self.quantum_size = QuantumSize(generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards)
+        self.quantum_size = QuantumSize(
+            generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards, burst=engines.burst_steps
+        )
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, Turn] = {}  # waiting or in an engine
         self._waiting: dict[int, int] = {}  # the cohort of each
@@ -338,10 +340,13 @@ def dispatch(waiting: Mapping[int, int], shards: Sequence[ShardLoad]) -> list[li
 class QuantumSize:
     """Engine steps of a quantum on each of `shards` shards: `fixed`, or as many as take the same time on every shard.
 
-    That time is at least `LEAST_S` on the slowest shard, and long enough that starting a quantum costs less than
-    `overhead_share` of it. It is at most `seconds / in_flight`: a refit waits for all quanta in flight, and they take at
-    most `seconds` together. That upper bound wins. Shards with fewer sequences or a faster core make more steps, so no shard
-    waits for another at the end of a quantum. Times are smoothed over about ten quanta.
+    That time is at least `LEAST_S` and `burst` steps on the slowest shard, and long enough that starting a quantum costs
+    less than `overhead_share` of it. It is at most `seconds / in_flight`: a refit waits for all quanta in flight, and they
+    take at most `seconds` together. That upper bound wins. Shards with fewer sequences or a faster core make more steps, so
+    no shard waits for another at the end of a quantum. Times are smoothed over about ten quanta.
+
+    Quanta are whole bursts where they can be: a burst of few steps takes as long as its bookkeeping, so short quanta look
+    slow and would become shorter still.
 
     The sizes are sent with the requests, so that all ranks of a shard run the same steps; their clocks would disagree.
     If steps become slower than measured, an engine of a single rank ends its quantum by the clock, after `most_s`.
@@ -352,6 +357,7 @@ class QuantumSize:
     in_flight: int = 1
     shards: int = 1
     overhead_share: float = 0.01
+    burst: int = 1
     step_s: dict[int, float] = field(default_factory=dict)
     overhead_s: float | None = None
     left_s: dict[int, float] = field(default_factory=dict)
@@ -382,14 +388,16 @@ class QuantumSize:
         aim = AIM * self.overhead_share
         least = -_down(-max(self.overhead_s * (1 - aim) / aim, LEAST_S) / slowest)
         allowed = _down(self.seconds / self.in_flight / slowest)
-        together_s = max(min(least, allowed), 1) * slowest
+        together_s = max(min(max(least, self.burst), allowed), 1) * slowest
         return tuple(self._steps(shard, self.step_s.get(shard, slowest), together_s) for shard in range(self.shards))
 
     def _steps(self, shard: int, step_s: float, seconds: float) -> int:
         """Steps that a shard makes in `seconds` plus what its last quantum left over, within the bound."""
         seconds += self.left_s.get(shard, 0.0)
         steps = max(min(_down(seconds / step_s), _down(self.seconds / self.in_flight / step_s)), 1)
-        self.left_s[shard] = min(max(seconds - steps * step_s, 0.0), step_s)
+        unit = self.burst if steps > self.burst else 1
+        steps -= steps % unit
+        self.left_s[shard] = min(max(seconds - steps * step_s, 0.0), unit * step_s)
         return steps
 
 

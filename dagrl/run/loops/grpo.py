@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
-from dagrl.config.settings import algorithm_name
+from dagrl.config.settings import algorithm_name, burst_steps
 from dagrl.rl.benchmarks import rewards_of_sets
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.turns import open_turns
+from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.policy_update import PolicyTrainer, open_trainer
 from dagrl.run.loops.sft import train_sft
@@ -114,6 +115,7 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
         open_turns(config, inputs.tokenizer, inputs.processor) as turns,
         RewardRunner(rewards_of_sets(config.evaluation, config.reward.num_workers)) if sets else nullcontext() as marks,
     ):
+        bursts = burst_steps(config, gpus=gpus_per_worker(config.cluster) > 0)
         experience = Experience(
             config,
             PromptData(
@@ -123,7 +125,7 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
                 inputs.evaluation_prompts,
                 config.data.images.enabled,
             ),
-            WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement),
+            WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement, bursts),
             reward,
             turns,
             session.stop,

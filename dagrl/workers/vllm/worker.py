@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
-from dagrl.config.settings import recomputes_kv_cache, sends_adapters
+from dagrl.config.settings import burst_steps, recomputes_kv_cache, sends_adapters
 from dagrl.data.media import MEDIA, MediaStore
 from dagrl.errors import ConfigError, RunError, error_text
 from dagrl.refit import RankPlan, RefitReport, commit_together, merge_reports
@@ -60,9 +60,6 @@ if TYPE_CHECKING:
     from dagrl.refit import RefitReceiver
 
 logger = logging.getLogger(__name__)
-
-GPU_BURST_STEPS = 16
-"""Steps of a burst by default: bookkeeping takes a sixteenth, and a sequence computes at most 15 tokens after its end."""
 
 
 class VllmWorker:
@@ -163,22 +160,12 @@ class VllmWorker:
         media = None
         if self.config.data.images.enabled:
             media = EngineMedia(llm, MediaStore(RunPaths.of(self.config).media, self.config.data.images).open)
-        self._engine = QuantumEngine(llm, sampling, peers, self._burst_steps(), recorder, adapter, media)
+        bursts = burst_steps(self.config, gpus=self._device.type == "cuda")
+        self._engine = QuantumEngine(llm, sampling, peers, bursts, recorder, adapter, media)
         if self._device.type == "cuda":
             import torch
 
             self._stream = torch.cuda.current_stream(self._device)
-
-    def _burst_steps(self) -> int:
-        """Returns the decode steps for each run of vLLM's scheduler.
-
-        1 if a string may end a request, which is found later, and for router replay, which reads the experts of each step.
-        """
-        asked = self.generation.vllm_cfg.num_scheduler_steps
-        strings = self.generation.stop_strings or self.config.environment.agent is not None  # whose requests have some too
-        if strings or self.config.policy.router_replay:
-            return 1
-        return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 
     def reset(self) -> bool:
         """Drops requests and the refit channel. A single-rank engine at rest goes on, any other one ends.

@@ -413,6 +413,19 @@ def test_the_bound_limits_all_shards_to_the_time_of_the_slowest(seconds: float, 
         assert size.next() == steps
 
 
+def test_quanta_are_whole_bursts_of_an_engine_whose_short_bursts_are_slow() -> None:
+    """A burst takes 25 ms of bookkeeping or 3.5 ms a step, whichever is longer: quanta of few steps stay slow."""
+    size = QuantumSize(None, seconds=0.5, in_flight=2, burst=16)
+    size.record([2], [0.05], 0.0002)  # while prompts were computed
+    made = []
+    for _ in range(60):
+        (steps,) = size.next()
+        lengths = [16] * (steps // 16) + [steps % 16] * (steps % 16 > 0)
+        size.record([steps], [sum(max(0.025, 0.0035 * length) for length in lengths)], 0.0002)
+        made.append(steps)
+    assert set(made[-20:]) <= {16, 32} and size.step_s[0] == pytest.approx(0.0035, rel=0.1)
+
+
 def test_a_shard_that_ended_early_does_not_count_as_slow() -> None:
     size = QuantumSize(None, seconds=1.0, in_flight=1, shards=2)
     size.record([10, 10], [0.1, 0.1], 0.0002)
