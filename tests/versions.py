@@ -94,7 +94,7 @@ class Environment:
         return ""
 
     def run(self, *command: str, program: str = "python") -> tuple[int, str]:
-        """Runs a program of the environment. Returns the exit code and the output."""
+        """Runs a program of the environment. Returns the exit code and the output, of which a failure shows the end."""
         path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
         environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
         environment |= {"PATH": path}
@@ -102,6 +102,8 @@ class Environment:
         with log.open("w") as out:
             called = (self.bin / program, *command)
             code = subprocess.run(called, cwd=self.where, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+        if code:
+            sys.stderr.write(log.read_text()[-20000:])
         return code, log.read_text()
 
 
@@ -137,23 +139,18 @@ def tests(environment: Environment, files: tuple[str, ...]) -> tuple[bool, str]:
     code, output = environment.run("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *files)
     summary = re.findall(r"^.*\d+ (?:passed|failed|errors?)\b.* in .*$", output, re.MULTILINE)  # others may write after it
     counts = re.findall(r"(\d+) (passed|failed|error)", summary[-1]) if summary else [("", "FAILED")]
-    if code:
-        sys.stderr.write(output[-20000:])
     return code == 0, " ".join(number if what == "passed" else f"{number} {what}".strip() for number, what in counts)
 
 
 def golden_runs(environment: Environment) -> tuple[bool, str]:
     """Runs `dagrl certify`. Returns whether this certifies the environment, and how many runs are equal bit for bit."""
     report = environment.directory / "certificates.json"
-    code, output = environment.run("certify", "--json", str(report), program="dagrl")
+    code, _ = environment.run("certify", "--json", str(report), program="dagrl")
     if not report.exists():
-        sys.stderr.write(output[-20000:])
         return False, "FAILED"
     certificates = json.loads(report.read_text())
     equal = [all(phase["verdict"] == "equal" for phase in one["phases"]) for one in certificates]
     passed = sum(one["passed"] for one in certificates)
-    if code:
-        sys.stderr.write(output[-20000:])
     return code == 0, f"{passed} of {len(certificates)} ({sum(equal)} bit for bit)"
 
 
@@ -163,9 +160,7 @@ def short_run(environment: Environment, *, generates: bool) -> tuple[bool, str]:
     overrides = SHORT if generates else [key for key in SHORT if key.startswith("sft.")]
     config, output_dir = f"dagrl/examples/{example}.yaml", f"output_dir={environment.directory / 'runs'}"
     without = "logger.tensorboard_enabled=false"
-    code, output = environment.run("train", config, *overrides, output_dir, without, program="dagrl")
-    if code:
-        sys.stderr.write(output[-20000:])
+    code, _ = environment.run("train", config, *overrides, output_dir, without, program="dagrl")
     return code == 0, "ends" if code == 0 else "FAILED"
 
 

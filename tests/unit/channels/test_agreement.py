@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,23 +194,15 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Open:
     return opened
 
 
-def abort_while_posting(channel: NcclChannel, communicator: Communicator) -> list[BaseException]:
+def abort_while_posting(channel: NcclChannel, communicator: Communicator) -> BaseException | None:
     """Returns what the posting thread raised. It has ended, and so has NCCL's abort."""
-    raised: list[BaseException] = []
-
-    def post() -> None:
-        try:
-            channel._post([(torch.zeros(4), 1)], [])
-        except Exception as error:
-            raised.append(error)
-
-    poster = threading.Thread(target=post)
-    poster.start()
-    assert communicator.entered.wait(DEADLINE_S)
-    channel.abort("the scheduler said so")
-    poster.join(DEADLINE_S)
-    assert not poster.is_alive() and communicator.aborted.wait(DEADLINE_S)
-    return raised
+    with ThreadPoolExecutor(1) as pool:
+        posted = pool.submit(channel._post, [(torch.zeros(4), 1)], [])
+        assert communicator.entered.wait(DEADLINE_S)
+        channel.abort("the scheduler said so")
+        error = posted.exception(DEADLINE_S)
+    assert communicator.aborted.wait(DEADLINE_S)
+    return error
 
 
 def test_an_abort_waits_for_a_thread_that_posts(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +219,7 @@ def test_an_abort_waits_for_a_thread_that_posts(open_with: Open, monkeypatch: py
 
     monkeypatch.setattr(communicator, "send", slowly)
     channel = open_with(communicator)
-    assert not abort_while_posting(channel, communicator)
+    assert abort_while_posting(channel, communicator) is None
     assert communicator.events == ["send ends", "abort"]
     with pytest.raises(ChannelError, match="the scheduler said so"):
         channel._post([(torch.zeros(4), 1)], [])
@@ -236,7 +229,7 @@ def test_an_abort_waits_for_a_thread_that_posts(open_with: Open, monkeypatch: py
 def test_an_abort_frees_a_thread_that_waits_for_a_peer_inside_nccl(open_with: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POSTING_S", 0.01)
     communicator = Communicator(ends_by_abort=True)
-    (error,) = abort_while_posting(open_with(communicator), communicator)
+    error = abort_while_posting(open_with(communicator), communicator)
     assert communicator.events == ["abort", "send ends"] and isinstance(error, NcclError)
 
 

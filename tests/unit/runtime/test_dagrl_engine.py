@@ -122,6 +122,7 @@ class Rays:
 
     def __init__(self, answers: dict[str, list[Any]]) -> None:
         self.answers, self.now, self.killed = answers, 100.0, list[str]()
+        self.kill, self.monotonic, self.is_initialized = self.killed.append, lambda: self.now, lambda: True
 
     def ask(self, actor: str, function: Callable[..., object], *args: object) -> tuple[str, object]:
         found = self.answers[actor]
@@ -140,15 +141,6 @@ class Rays:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def kill(self, actor: str) -> None:
-        self.killed.append(actor)
 
 
 def live_graph(monkeypatch: pytest.MonkeyPatch, rays: Rays, read: Exception | None = None, may_kill: bool = True) -> Any:
@@ -279,9 +271,7 @@ class Clock:
 
     def __init__(self, ends: float) -> None:
         self.now, self.ends, self.waited = 100.0, 100.0 + ends, list[float]()
-
-    def monotonic(self) -> float:
-        return self.now
+        self.monotonic = lambda: self.now
 
     def thread(self, target: Callable[[], None], name: str, daemon: bool) -> Any:
         return SimpleNamespace(start=target, join=self.join, is_alive=lambda: self.now < self.ends)

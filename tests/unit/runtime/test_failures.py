@@ -137,9 +137,7 @@ def test_a_hang_aborts_the_replays_workers_and_kills_those_that_stay(
     group = Group(reports=reports, stay=stay)
     error = failure_of(replay(Shard(), deadline_s=0.05), group)
     assert {(failure.rank, failure.kind) for failure in error.failures} == failed and error.breaks
-    assert all(
-        failure.traceback == "a stack" for failure in error.failures if BUSY in reports[failure.rank : failure.rank + 1]
-    )
+    assert all(one.traceback == "a stack" for one in error.failures if reports[one.rank] == BUSY)
     assert (sorted(group.aborted), sorted(group.killed)) == (aborted, killed)
 
 

@@ -326,8 +326,7 @@ def test_an_actor_that_is_two_ranks_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("first_s", "others_s", "replays"),
-    [(0.9, 0.001, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.01, 0.03, 4), (1.1, 0.001, 1)],
-    ids=["cold", "slow", "quick", "very slow"],
+    [(0.9, 0.001, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.01, 0.03, 4), (1.1, 0.001, 1)],  # cold, slow, quick, very slow
 )
 def test_warm_up_repeats_depend_on_the_second_replay(
     made: list[Graph], monkeypatch: pytest.MonkeyPatch, first_s: float, others_s: float, replays: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +37,13 @@ class CountingReader:
         self.real = safetensors.safe_open
         self.files = self.most_files = self.alive = self.most_alive = self.read = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _File(self, self.real(*args, **kwargs))
+    @contextmanager
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with self.real(*args, **kwargs) as file:
+            self.files += 1
+            self.most_files = max(self.most_files, self.files)
+            yield SimpleNamespace(get_slice=lambda name: _Slice(self, file.get_slice(name)))
+            self.files -= 1
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.nbytes
@@ -48,24 +55,6 @@ class CountingReader:
 
     def _forget(self, size: int) -> None:
         self.alive -= size
-
-
-class _File:
-    def __init__(self, counter: CountingReader, file: Any) -> None:
-        self._counter, self._file = counter, file
-
-    def __enter__(self) -> _File:
-        self._file.__enter__()
-        self._counter.files += 1
-        self._counter.most_files = max(self._counter.most_files, self._counter.files)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._counter.files -= 1
-        self._file.__exit__(*exception)
-
-    def get_slice(self, name: str) -> Any:
-        return _Slice(self._counter, self._file.get_slice(name))
 
 
 class _Slice:

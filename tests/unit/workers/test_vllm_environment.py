@@ -272,7 +272,6 @@ def test_vllms_arguments_name_the_unquantized_matrices(kind: str) -> None:
         (engine_config("float32"), BLOCKS, "bfloat16"),
         (engine_config(precision="fp8"), BLOCKS, "bfloat16"),
     ],
-    ids=["plain", "as the checkpoint is", "asked for too"],
 )
 def test_other_checkpoints_are_loaded_unchanged(settings: Settings, form: object, dtype: str) -> None:
     config = config_of("qwen3") | ({} if form is None else {"quantization_config": form})
