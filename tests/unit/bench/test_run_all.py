@@ -19,7 +19,7 @@ from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.run.memory import Decoder, train_memory
-from dagrl.run.preflight import preflight, trace_phases, worker_classes
+from dagrl.run.preflight import check_machine, preflight, trace_phases, worker_classes
 from dagrl.workers.megatron.architecture import check_layout
 from tests.unit.run.test_memory import H200, bench_config
 
@@ -124,8 +124,6 @@ def configurations(gpus: int) -> dict[str, Config]:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_training_runs_fit_their_gpus(gpus: int) -> None:
-    from dagrl.run.preflight import check_machine
-
     for name, config in configurations(gpus).items():
         plan = RunPlan.of(config)
         check_settings(config, plan)

@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.pack import Addresses
 from dagrl.refit.slices import WeightSlice, expand, volume
 from dagrl.refit.sources import slices_of, tensors_of
+from dagrl.workers.train.hf_load import check_shared
+from tests.families import FAMILIES
 
 
 class Holder(nn.Module):
@@ -40,11 +48,6 @@ def check_held(module: nn.Module, whole: dict[str, Tensor], **options: Any) -> d
 
 def test_fsdp_over_rows_that_tensor_parallelism_does_not_divide() -> None:
     """FSDP2 cuts what each tensor-parallel rank holds: 4 and 3 of 7 rows, for three ranks."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     whole = torch.arange(14.0).view(7, 2)
     held = torch.zeros(7, 2, dtype=torch.int64)
     for rank in range(6):
@@ -62,10 +65,6 @@ def test_fsdp_over_rows_that_tensor_parallelism_does_not_divide() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral"])
 def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tests.families import FAMILIES
 
     config = dict(FAMILIES[family])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
@@ -79,10 +78,6 @@ def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_pa
 
 def test_experts_that_transformers_transposes_are_described_as_published(tmp_path: Path) -> None:
     """Qwen3-VL-MoE, of which vLLM reads the published order alone, and transformers both."""
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    from dagrl.workers.train.hf_load import check_shared
 
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
     text = {**sizes, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 2, "moe_intermediate_size": 24, "head_dim": 8}

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
 
 from dagrl.errors import CheckpointError, DeadlineError, PhaseError, RunError, WorkerError, WorkerFailure, error_text
@@ -296,8 +297,6 @@ def test_the_earliest_exception_comes_first() -> None:
 
 @pytest.mark.parametrize(("role", "key"), [("train", "train_micro_batch_size"), ("generation", "kv_cache_memory_bytes")])
 def test_a_full_gpu_has_advice(role: str, key: str) -> None:
-    import torch
-
     message = error_text(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 304.00 MiB"))
     failed = dataclasses.replace(Group().failure(0, "raised", "step", message), role=role)
     assert key in str(failure_of(replay(Shard(failed)), Group())).splitlines()[-1]

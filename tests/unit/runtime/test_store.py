@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from dagrl.runtime import process_groups
+from dagrl.runtime import process_groups, store
 from dagrl.runtime.process_groups import break_groups
 from dagrl.runtime.store import open_tcp_store, reserve_port
 
@@ -41,8 +41,6 @@ def test_a_store_listens_at_its_address_alone() -> None:
 @pytest.mark.parametrize("host", ["localhost", "192.0.2.1"], ids=["a name", "not of this machine"])
 def test_where_that_cannot_be_known_it_listens_as_torchs_own(host: str, caplog: pytest.LogCaptureFixture) -> None:
     """A name may have another address on each host. Behind address translation no socket has the address that peers use."""
-    from dagrl.runtime import store
-
     port = reserve_port()
     with caplog.at_level("WARNING", "dagrl"):
         assert store._listen(host, port) is None
@@ -53,8 +51,8 @@ def test_a_reserved_port_is_kept_for_a_store() -> None:
     port = reserve_port()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
-    store = TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=30))
-    store.set("key", "value")
+    first = TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=30))
+    first.set("key", "value")
     assert TCPStore("127.0.0.1", port, 1, False, timeout=timedelta(seconds=30)).get("key") == b"value"
     with pytest.raises(RuntimeError, match="listen"):
         TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=1))

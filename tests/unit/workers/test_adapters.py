@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dagrl.config import PeftConfig
 from dagrl.errors import CheckpointError
-from dagrl.workers.train.adapters import check_adapters
+from dagrl.workers.fsdp.experts import use_permutations
+from dagrl.workers.fsdp.lora import Adapters, add_adapters
+from dagrl.workers.fsdp.sent import SentWeights
+from dagrl.workers.train.adapters import check_adapters, write_adapters
 from tests.integration.megatron_reference import SIZES
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
@@ -67,17 +71,12 @@ EXPERTS = "experts.gate_up_proj", "experts.down_proj"
 
 def tiny(kind: str) -> Any:
     """Returns the same model at each call. `gpt_oss` has its weights transposed, and biases."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(3)
     sizes = {**SIZES, "num_hidden_layers": 2, "num_experts_per_tok": 2, **MODELS[kind]}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float().eval()
 
 
 def adapted(kind: str, settings: PeftConfig) -> tuple[Any, Any]:
-    from dagrl.workers.fsdp.experts import use_permutations
-    from dagrl.workers.fsdp.lora import Adapters, add_adapters
-
     model = tiny(kind)
     use_permutations(model)
     add_adapters(model, settings)
@@ -90,9 +89,6 @@ def adapted(kind: str, settings: PeftConfig) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_adapters_of_experts_are_those_of_peft(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     """Files both ways, logits, gradients, merged weights, and the base model."""
-    from dagrl.workers.fsdp.sent import SentWeights
-    from dagrl.workers.train.adapters import write_adapters
-
     wanted = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj"], target_parameters=list(targets))
     theirs = peft.get_peft_model(tiny(kind), wanted)
     with torch.no_grad():

@@ -12,16 +12,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dagrl.config import Config, FsdpConfig, Json
 from dagrl.errors import CheckpointError, ConfigError, UserError
-from dagrl.workers.fsdp import FsdpWorker
+from dagrl.workers.fsdp import FsdpWorker, copies
 from dagrl.workers.fsdp.context import _of_heads
 from dagrl.workers.fsdp.copies import ComputeCopies
+from dagrl.workers.fsdp.experts import GROUPED_PERMUTED, use_permutations
+from dagrl.workers.fsdp.model import HiddenStates, prepare_layer
+from dagrl.workers.fsdp.output import LogitTransform
+from dagrl.workers.fsdp.separation import check_separation, unseparated
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
-
-pytest.importorskip("transformers")
 
 HEADS: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -34,8 +37,6 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def tiny(kind: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(3)
     config = AutoConfig.for_model(kind, **{**SIZES, "num_hidden_layers": 2, "pad_token_id": 0, **HEADS.get(kind, {})})
     return AutoModelForCausalLM.from_config(config).float()
@@ -43,8 +44,6 @@ def tiny(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind: str) -> None:
-    from dagrl.workers.fsdp.output import LogitTransform
-
     model = tiny(kind)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)  # beyond the linear part of a soft cap
@@ -153,9 +152,6 @@ def test_bad_input_is_one_error_before_the_start(policy: dict[str, Any], hf_conf
     ],
 )
 def test_code_tells_as_outputs_do_whether_packed_sequences_see_each_other(kind: str, attention: str, reason: str) -> None:
-    from dagrl.workers.fsdp.model import HiddenStates
-    from dagrl.workers.fsdp.separation import check_separation, unseparated
-
     model = tiny(kind).eval()
     assert unseparated(type(model), model.config, attention, images=False).partition(" (")[0] == reason
     if attention != "torch_varlen":  # whose kernel CPUs lack
@@ -255,9 +251,6 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "attentions"), [("none", 2), ("full", 4), ("selective", 2), ("offloaded", 4)])
 def test_recomputation_changes_no_gradient(kind: Any, attentions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.fsdp import copies
-    from dagrl.workers.fsdp.model import prepare_layer
-
     monkeypatch.setattr(copies, "LEAST_BYTES", 1)
     plain, model, before = tiny("qwen3"), tiny("qwen3"), None
     for layer in model.model.layers:
@@ -340,8 +333,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def experts_of(kind: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.for_model(kind, **{**EXPERT_SIZES, **KINDS[kind]})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     (experts,) = (part for part in model.modules() if hasattr(part, "_is_expert_parallel"))
@@ -353,8 +344,6 @@ def experts_of(kind: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind: str) -> None:
-    from dagrl.workers.fsdp.experts import GROUPED_PERMUTED, use_permutations
-
     experts = experts_of(kind, torch.float32)
     loop = copy.deepcopy(experts)
     loop.config._experts_implementation_internal = "eager"
@@ -374,8 +363,6 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind: str) -> No
 
 
 def test_half_precision_takes_grouped_products_and_adds_up_no_rows() -> None:
-    from dagrl.workers.fsdp.experts import use_permutations
-
     experts = experts_of("qwen3_moe", torch.bfloat16)
     use_permutations(experts)
     hidden = torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings, strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
@@ -152,7 +153,6 @@ def test_keys_are_read_as_transformers_does(change: dict[str, Any], keys: dict[s
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
     """Configurations before 2024 have `type` instead of `rope_type`. Ignoring it would give an unscaled rope."""
-    transformers = pytest.importorskip("transformers")
     model = {**QWEN3, "rope_theta": 5000.0, key: {"type": "linear", "factor": 2.0, "rope_theta": 5000.0}}
     rope = transformers.AutoConfig.for_model(**model).rope_parameters
     assert rope["rope_type"] == "linear"
@@ -162,7 +162,6 @@ def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
 def test_missing_sizes_and_rope_are_those_of_transformers(kind: str, key: str) -> None:
-    transformers = pytest.importorskip("transformers")
     model = {**MOE, "model_type": kind, "num_attention_heads": 64, "hidden_size": 512}
     model.pop(key, None)
     theirs, mine = transformers.AutoConfig.for_model(**model), read_architecture(model)
@@ -172,7 +171,6 @@ def test_missing_sizes_and_rope_are_those_of_transformers(kind: str, key: str) -
 
 
 def test_glm_is_read_as_transformers_does() -> None:
-    transformers = pytest.importorskip("transformers")
     theirs, mine = transformers.AutoConfig.for_model(**GLM), read_architecture(GLM)
     assert mine.moe_layers == (False, True, True, True) and theirs.first_k_dense_replace == 1
     assert mine.rope == theirs.rope_parameters and mine.rotary_dim == 16

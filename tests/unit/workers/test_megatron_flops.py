@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from dagrl.bench.models import SHAPES
 from dagrl.config import PolicyConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
@@ -41,8 +43,6 @@ LENGTH = 20
     ids=["grouped-queries", "experts", "shared-experts", "latent", "latent, queries whole"],
 )
 def test_forward_flops_are_those_that_torch_counts(extra: dict[str, Any]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     settings = {**SIZES, **extra}
     config = AutoConfig.for_model(**settings, experts_implementation="eager")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -60,8 +60,6 @@ def test_forward_flops_are_those_that_torch_counts(extra: dict[str, Any]) -> Non
 
 def test_a_known_model_costs_what_its_parameters_say() -> None:
     """Six FLOPs per parameter and token, for Qwen3-4B's 4.02 billion (with tied embeddings)."""
-    from dagrl.bench.models import SHAPES
-
     architecture = read_architecture(SHAPES["qwen3-4b"].config)
     assert PASSES * token_flops(architecture) == pytest.approx(6 * 4.02e9, rel=0.002)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from dagrl.config import FsdpConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.workers.fsdp import attention
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.model import HiddenStates, prepare_layer
 from dagrl.workers.fsdp.separation import shares_prefixes, unshared
@@ -266,8 +267,6 @@ def test_it_is_chosen_for_what_it_computes_faster(monkeypatch: pytest.MonkeyPatc
 
 
 def test_packed_rows_of_fsdp_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.fsdp import attention
-
     monkeypatch.setattr(cudnn, "_execute", execute)
     monkeypatch.setattr(attention, "faster", lambda query, longest: longest == 8)
     query, key, value = (torch.randn(1, heads, sum(LENGTHS), SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))

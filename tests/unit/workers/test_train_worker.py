@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dagrl.errors import ConfigError, RunError
 from dagrl.examples.top_k_distill import NAMES, K
@@ -18,8 +19,6 @@ from dagrl.runtime.worker import ReplayContext, WorkerContext, replay_context
 from dagrl.workers.families.hf_config import SCORE
 from dagrl.workers.fsdp import FsdpValueWorker, FsdpWorker
 from tests.integration import megatron_reference as reference
-
-AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
 WAYS = {"rows": {}, "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}}}
 
@@ -246,8 +245,6 @@ def test_an_aborted_worker_raises_until_it_is_reset(make: Make) -> None:
 
 def test_values_of_a_scalar_head(make: Make, model: Path) -> None:
     """At each token the number of the state before it, computed without padding."""
-    from transformers import AutoModelForCausalLM
-
     worker = make(FsdpValueWorker, **WAYS["packed"])
     batch, net = reference.make_batch(), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     head = worker.backend().model.weights()[SCORE]
