@@ -12,42 +12,28 @@ from dagrl.bench.models import SHAPES
 from dagrl.config import PolicyConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
-from dagrl.telemetry.metrics import (
-    TRAIN_MFU,
-    TRAIN_SECONDS,
-    TRAIN_TFLOPS_PER_GPU,
-    TRAIN_TOKENS_PER_SEC_PER_GPU,
-    VALID_TOKENS,
-    StepMetrics,
-    join_optimizer_steps,
-    merge_step_metrics,
-)
+from dagrl.telemetry import metrics
+from dagrl.telemetry.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
 from dagrl.workers.megatron.architecture import PASSES, read_architecture, sequence_flops, step_tflop, token_flops
 from dagrl.workers.train.throughput import peak_tflops, throughput_metrics
+from tests.families import FAMILIES
 
-SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
-GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
-GLM |= {"moe_intermediate_size": 24, "partial_rotary_factor": 0.5}
-DEEPSEEK = {**GLM, "model_type": "deepseek_v3", "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
-DEEPSEEK |= {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
-DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": 6, "head_dim": 8, "topk_method": "noaux_tc"}
-DEEPSEEK |= {"partial_rotary_factor": 1.0}
+ODD = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 16}
+DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 6, "head_dim": 8}
 LENGTH = 20
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [{"model_type": "qwen3"}, {"model_type": "qwen3_moe", **EXPERTS}, GLM, DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None}],
+    "keys",
+    [*({"model_type": kind} for kind in ("qwen3", "qwen3_moe", "glm4_moe")), DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None}],
     ids=["grouped-queries", "experts", "shared-experts", "latent", "latent, queries whole"],
 )
-def test_forward_flops_are_those_that_torch_counts(extra: dict[str, Any]) -> None:
-    settings = {**SIZES, **extra}
+def test_forward_flops_are_those_that_torch_counts(keys: dict[str, Any]) -> None:
+    settings = {**FAMILIES[keys["model_type"]], **ODD, **keys}
     config = AutoConfig.for_model(**settings, experts_implementation="eager")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.randint(0, 96, (1, LENGTH)))
+        model(torch.randint(0, 300, (1, LENGTH)))
     architecture = read_architecture({**settings, "rms_norm_eps": 1e-6})
     attention = sequence_flops(architecture, LENGTH) - LENGTH * token_flops(architecture)
     counted = float(counter.get_total_flops())
@@ -64,7 +50,7 @@ def test_a_known_model_costs_what_its_parameters_say() -> None:
     assert PASSES * token_flops(architecture) == pytest.approx(6 * 4.02e9, rel=0.002)
 
 
-QWEN3 = read_architecture({"model_type": "qwen3", **SIZES})
+QWEN3 = read_architecture(FAMILIES["qwen3"])
 
 
 def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int]]) -> StepMetrics:
@@ -91,10 +77,10 @@ def test_metrics_of_a_step_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> 
     seconds = [0.25, 0.25, 0.25, 0.5]
     found = step_of(layout, seconds, lengths).flat()
     tflop = [step_tflop(QWEN3, rows) for rows in lengths]
-    assert found[TRAIN_SECONDS] == 0.5
-    assert found[TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(60 / 0.5 / 4)
-    assert found[TRAIN_TFLOPS_PER_GPU] == pytest.approx(sum(tflop) / 0.5 / 4)
-    assert found[TRAIN_MFU] == pytest.approx(found[TRAIN_TFLOPS_PER_GPU] / 1e-3)
+    assert found[metrics.TRAIN_SECONDS] == 0.5
+    assert found[metrics.TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(60 / 0.5 / 4)
+    assert found[metrics.TRAIN_TFLOPS_PER_GPU] == pytest.approx(sum(tflop) / 0.5 / 4)
+    assert found[metrics.TRAIN_MFU] == pytest.approx(found[metrics.TRAIN_TFLOPS_PER_GPU] / 1e-3)
     for rank in range(4):
         assert found[f"perf/rank_{rank}/train_seconds"] == seconds[rank]
     assert {name for name in found if not name.startswith("perf/")} == set()
@@ -102,15 +88,18 @@ def test_metrics_of_a_step_over_all_workers(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_known_peak_there_is_no_mfu() -> None:
     found = step_of(ParallelLayout(dp=2), [0.25, 0.5], [[10], [20]]).flat()
-    assert found[TRAIN_TFLOPS_PER_GPU] > 0 and TRAIN_MFU not in found
+    assert found[metrics.TRAIN_TFLOPS_PER_GPU] > 0 and metrics.TRAIN_MFU not in found
 
 
 def test_rates_cover_all_optimizer_steps() -> None:
     parts = [step_of(ParallelLayout(dp=2), [1.0, 2.0], rows) for rows in ([[10], [20]], [[30], [40]])]
-    parts = [replace(part, sums={**part.sums, VALID_TOKENS: weight}) for part, weight in zip(parts, (1.0, 9.0), strict=True)]
+    parts = [
+        replace(part, sums={**part.sums, metrics.VALID_TOKENS: weight})
+        for part, weight in zip(parts, (1.0, 9.0), strict=True)
+    ]
     found = join_optimizer_steps(parts).flat()
     assert found["perf/rank_0/train_seconds"] == 2.0 and found["perf/rank_1/train_seconds"] == 4.0
-    assert found[TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(100 / 4 / 2)
+    assert found[metrics.TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(100 / 4 / 2)
 
 
 @pytest.mark.parametrize(
