@@ -227,16 +227,14 @@ def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
     assert "reference n\u00e9" in text and "SFT" not in text
 
 
-@pytest.mark.parametrize(
-    ("template", "trained"),
-    [
+def test_white_space_is_the_datas_unless_the_template_cuts_it(config: list[str]) -> None:
+    cuts = TEMPLATE.replace("m.content }}>", "m.content | trim }} >")
+    for template, trained in (
         (TEMPLATE, ["TRAIN+    <", "TRAIN      │1│2│↵", "TRAIN+    >"]),
-        (TEMPLATE.replace("m.content }}>", "m.content | trim }} >"), ["TRAIN+    <", "TRAIN     1│2", "TRAIN+     │>"]),
-    ],
-)
-def test_white_space_is_the_datas_unless_the_template_cuts_it(config: list[str], template: str, trained: list[str]) -> None:
-    text = report_of(config, " 7? ", " 12\n", **{"policy.tokenizer.chat_template": json.dumps(template)})
-    assert "data       │7│?│\n" in text and "\n".join(trained) in text
+        (cuts, ["TRAIN+    <", "TRAIN     1│2", "TRAIN+     │>"]),
+    ):
+        text = report_of(config, " 7? ", " 12\n", **{"policy.tokenizer.chat_template": json.dumps(template)})
+        assert "data       │7│?│\n" in text and "\n".join(trained) in text
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

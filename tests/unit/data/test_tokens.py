@@ -382,10 +382,9 @@ def test_a_turn_written_otherwise_before_others_is_not_repeated(name: str, calls
 
 
 def test_a_turn_whose_end_is_not_found_before_others_is_an_error() -> None:
-    kind = NAMED["Apriel-1.5"]
-    template = kind.template.replace("]</tool_calls>", "{{ ')stop' if last else ']</tool_calls>' }}").replace(
-        "{{ '\n' }}<|end|>\n{% endfor %}", "{{ '\n<|end|>\n' if not loop.last or not m.tool_calls }}{% endfor %}"
-    )
+    kind, end = NAMED["Apriel-1.5"], "{{ '\n<|end|>\n' if not loop.last or not m.tool_calls }}{% endfor %}"
+    template = kind.template.replace("]</tool_calls>", "{{ ')stop' if last else ']</tool_calls>' }}")
+    template = template.replace("{{ '\n' }}<|end|>\n{% endfor %}", end)
     chat = chat_of(tokenizer_of(replace(kind, template=template)))
     with pytest.raises(ValueError, match=r"it ends a turn with .*stop.* where no end was found"):
         reply_text(chat, RESULTS[:1], TOOLS)
@@ -694,17 +693,14 @@ def test_what_a_template_leaves_out_is_an_error(kind: Kind, what: str) -> None:
         assert len(encoded(kind, [asked, answer], turns="last")) > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "calls", "lost"),
-    [
+def test_calls_that_a_template_leaves_out_are_an_error() -> None:
+    for name, content, calls, lost in (
         ("gpt-oss", None, CALLS, "all calls of a turn but one"),
         ("R1-Distill", "hello", CALLS[:1], "tool calls of a turn with a text"),
-    ],
-)
-def test_calls_that_a_template_leaves_out_are_an_error(name: str, content: str | None, calls: list[Any], lost: str) -> None:
-    messages = [QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}]
-    with pytest.raises(DataError, match=f"row 1: the chat template rejects the conversation: it leaves out {lost}"):
-        encoded(NAMED[name], messages)
+    ):
+        messages = [QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}]
+        with pytest.raises(DataError, match=f"row 1: the chat template rejects the conversation: it leaves out {lost}"):
+            encoded(NAMED[name], messages)
 
 
 ONE_SYSTEM = (

@@ -256,21 +256,15 @@ def by_tokens_in_cp_order(tensor: Tensor) -> list[Tensor]:
     return [torch.cat([first, fourth], dim=1), torch.cat([second, third], dim=1)]
 
 
-LEVELS = {
-    "token level": LossConfig(reference_policy_kl_penalty=0.1, ratio_clip_max=0.3),
-    "sequence level": LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
-    "sequence masks": LossConfig(token_level_loss=False, **corrected_by("seq-mask-tis")),
-}
+TOKEN_LEVEL = LossConfig(reference_policy_kl_penalty=0.1, ratio_clip_max=0.3)
+SEQUENCE_LEVEL = LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False)
+SEQUENCE_MASKS = LossConfig(token_level_loss=False, **corrected_by("seq-mask-tis"))
+SPLITS = [*product(map(by_rows, (1, 2, 4)), (TOKEN_LEVEL, SEQUENCE_LEVEL, SEQUENCE_MASKS))]
+SPLITS += [(by_tokens_in_cp_order, TOKEN_LEVEL)]  # sequences need a group
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    ("split", "config"),
-    [
-        *product(map(by_rows, (1, 2, 4)), LEVELS.values()),
-        (by_tokens_in_cp_order, LEVELS["token level"]),  # sequences need a group
-    ],
-)
+@pytest.mark.parametrize(("split", "config"), SPLITS)
 def test_the_split_of_the_batch_does_not_matter(name: str, split: Split, config: LossConfig) -> None:
     logprobs, data, denominators = make_batch()
     weights = {key: value.float() for key, value in data.items()}

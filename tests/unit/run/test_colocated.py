@@ -103,9 +103,9 @@ def started(gpu: SimulatedGpu, exchange: Exchange, resident: bool) -> SharedDevi
 
 
 def warm_up(gpu: SimulatedGpu, shared: SharedDevices, late: int, *turns: tuple[str, ...]) -> None:
-    """Runs phases of these roles, then settles. Generation's first phase takes `late` bytes."""
+    """Runs phases of these roles and of a judge on other GPUs, then settles. Generation's first takes `late` bytes."""
     for roles in turns:
-        shared.give_to(roles, keep_generation_weights=True)
+        shared.give_to((*roles, "judge"), keep_generation_weights=True)
         gpu.work(roles)
         gpu.total -= late * (roles == ("generation",))
     shared.settle()
@@ -197,10 +197,7 @@ def turns_of_a_step(total: int, exchange: Exchange) -> list[tuple[str, str]]:
     """Returns what moves in the third step of PPO with a teacher, after the warm-up."""
     gpu = SimulatedGpu(total, *STATES)
     shared = gpu.shared(exchange)
-    for roles in (("train", "generation"), ("generation",), ("train",), ("critic",), ("teacher",)):
-        shared.give_to((*roles, "judge"), keep_generation_weights=True)  # a judge on other GPUs
-        gpu.work(roles)
-    shared.settle()
+    warm_up(gpu, shared, 0, ("train", "generation"), ("generation",), ("train",), ("critic",), ("teacher",))
     run_steps(gpu, shared, STEP)
     return gpu.moved
 

@@ -85,18 +85,17 @@ def test_a_shard_trains_on_the_rows_that_it_computed(data: st.DataObject, shards
 
 
 def test_no_log_probability_passes_the_driver() -> None:
-    """Per token it sends 36 bytes. With log-probabilities and entropy in the results and inputs of phases it would be 60."""
+    """Per token it sends 36 bytes. With log-probabilities and entropy in the results and inputs of phases it would be 60.
+
+    Only the optimizer step waits for both: a worker without its columns would leave others in a collective.
+    """
     rows = 32
-    batches = step(configuration(rows, 2), make_batch([WIDTH] * rows)).batches
-    assert [name for name, _ in batches] == ["logprobs", "reference_logprobs", "train_step"]
-    by_token = sum(array.itemsize for _, batch in batches for array in batch.fields.values() if array.ndim == 2)
+    recorded = step(configuration(rows, 2), make_batch([WIDTH] * rows))
+    assert [name for name, _ in recorded.batches] == ["logprobs", "reference_logprobs", "train_step"]
+    by_token = sum(array.itemsize for _, batch in recorded.batches for array in batch.fields.values() if array.ndim == 2)
     assert by_token == 3 * 8 + 3 * 4, "token ids three times; mask, advantages and generation's log-probabilities once"
-
-
-def test_workers_do_not_wait_between_two_phases_of_log_probabilities() -> None:
-    """The optimizer step waits for both: a worker without its columns would leave others in a collective."""
-    before = step(configuration(8, 2), make_batch([WIDTH] * 8)).collected_before
-    assert before == {"logprobs": [], "reference_logprobs": [], "train_step": ["logprobs", "reference_logprobs"]}
+    waits = {"logprobs": [], "reference_logprobs": [], "train_step": ["logprobs", "reference_logprobs"]}
+    assert recorded.collected_before == waits
 
 
 ROOT = Path(__file__).parents[3]
