@@ -55,19 +55,12 @@ class Family:
     kind: Kind
 
 
+IDEFICS = Kind("Idefics3", "tiktoken", "<end_of_utterance>", IDEFICS3, IDEFICS_TOKENS, bos="<|begin_of_text|>")
 FAMILIES = (
     Family("Qwen3-VL", Kind("Qwen3-VL", "nfc", "<|im_end|>", QWEN3_VL, QWEN_TOKENS)),
     Family("Gemma 3", Kind("Gemma 3", "gemma", "<end_of_turn>", GEMMA3, GEMMA_TOKENS, bos="<bos>", eos="<eos>")),
-    Family(
-        "Idefics3", Kind("Idefics3", "tiktoken", "<end_of_utterance>", IDEFICS3, IDEFICS_TOKENS, bos="<|begin_of_text|>")
-    ),
-    Family(
-        "Idefics3, BOS by the tokenizer",
-        Kind(
-            *("Idefics3 without BOS", "tiktoken", "<end_of_utterance>", IDEFICS3.removeprefix("<|begin_of_text|>")),
-            *(IDEFICS_TOKENS, "<|begin_of_text|>"),
-        ),
-    ),
+    Family("Idefics3", IDEFICS),
+    Family("Idefics3, BOS by the tokenizer", replace(IDEFICS, template=IDEFICS3.removeprefix("<|begin_of_text|>"))),
 )
 
 
@@ -85,15 +78,13 @@ def processor_of(family: Family, *, marked: bool = False) -> ProcessorMixin:
         named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
         tokenizer._set_model_specific_special_tokens(named)
         tokenizer.init_kwargs.update(named)
-        crops = Gemma3ImageProcessorPil(
-            size={"height": 16, "width": 16}, do_pan_and_scan=True, pan_and_scan_min_crop_size=16
-        )
+        size = {"height": 16, "width": 16}
+        crops = Gemma3ImageProcessorPil(size=size, do_pan_and_scan=True, pan_and_scan_min_crop_size=16)
         return Gemma3Processor(crops, tokenizer, chat_template=template, image_seq_length=4)
     if "BOS" in family.name:
-        bos = tokenizer.bos_token
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", pair=None, special_tokens=[(bos, tokenizer.bos_token_id)]
-        )
+        bos, special = tokenizer.bos_token, [(tokenizer.bos_token, tokenizer.bos_token_id)]
+        begins = TemplateProcessing(single=f"{bos} $A", pair=None, special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = begins
     tiles = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     return Idefics3Processor(tiles, tokenizer, image_seq_len=4, chat_template=template)
 

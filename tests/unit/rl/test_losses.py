@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -412,18 +413,13 @@ def take_step(batch: Batch) -> StepMetrics:
 
 
 def optimized(batch: Batch) -> tuple[dict[str, float], int]:
-    calls: list[Batch] = []
-
-    def submit(phase: str, minibatch: Batch, rows: object) -> Batch:
-        assert phase == "train_step"
-        calls.append(minibatch)
-        return minibatch
-
+    submit = MagicMock(side_effect=lambda phase, minibatch, rows: minibatch)
     replays: Any = SimpleNamespace(submit=submit, collect=lambda phase, minibatch: ([take_step(minibatch)], None))
     parts: Any = dict.fromkeys(("plan", "train", "stop", "log", "thread"))
     trainer = PolicyTrainer(CONFIG, replays=replays, media=False, **parts)
     steps = trainer.submit_steps(batch, 1, split_minibatches(CONFIG, batch))
-    return collect_steps(replays, steps, 1), len(calls)
+    assert {call.args[0] for call in submit.call_args_list} <= {"train_step"}
+    return collect_steps(replays, steps, 1), submit.call_count
 
 
 def test_metrics_are_those_of_the_whole_batch() -> None:

@@ -229,25 +229,19 @@ def test_without_an_environment_no_turn_is_decoded(monkeypatch: pytest.MonkeyPat
     assert [episode.renders_again for item in bench.finish() for episode in item.episodes] == [None, None]
 
 
-def test_settle_collects_finished_answers() -> None:
+def test_settle_collects_finished_answers_but_not_those_of_aborted_groups() -> None:
     environment = ManualEnvironment()
-    bench, ends, fails, goes_on = Bench(environment), *(begun(2, turns=1) for _ in range(3))
+    bench, ends, fails, goes_on, aborted = Bench(environment), *(begun(2, turns=1) for _ in range(4))
+    bench.ask(group(1, aborted))
+    bench.rollouts.abort([1])
+    environment.answer(Reply("00"))
+    assert bench.rollouts.settle() == [] and not bench.rollouts.generating
+    assert aborted.tokens.tolist() == [4] * 2 and aborted.finish_reason == ABORTED
     bench.ask(group(0, ends, fails, goes_on))
     environment.answer(Reply(None), Reply(None, FAILED, "it raised"), Reply("0"))
-    assert bench.rollouts.settle() == []
-    assert not bench.turns.awaited
+    assert bench.rollouts.settle() == [] and not bench.turns.awaited
     assert (ends.finish_reason, fails.finish_reason, fails.failure) == ("stop", FAILED, "it raised")
     assert goes_on.tokens.tolist() == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
-
-
-def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
-    environment, episode = ManualEnvironment(), begun(2, turns=1)
-    bench = Bench(environment)
-    bench.ask(group(0, episode))
-    bench.rollouts.abort([0])
-    environment.answer(Reply("00"))
-    bench.rollouts.settle()
-    assert episode.tokens.tolist() == [4] * 2 and episode.finish_reason == ABORTED and not bench.rollouts.generating
 
 
 def test_questions_are_split_over_the_environment_processes() -> None:

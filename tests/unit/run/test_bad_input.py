@@ -612,12 +612,6 @@ def test_a_run_rejects_a_checkpoint_that_it_cannot_resume(overrides: Any, messag
 
 def test_a_run_that_resumes_keeps_its_date(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chat template writes the date, so on the next day the data would have other tokens."""
-
-    class Tomorrow(date):
-        @classmethod
-        def today(cls) -> date:
-            return date.today() + timedelta(1)
-
     assert run("--dry-run") == (0, "")  # writes the files
     template = "{{ strftime_now('%Y-%m-%d %H') }}={% for m in messages %}{{ m.content }}{% endfor %}"
     words = (f"policy.tokenizer.chat_template={json.dumps(template)}", "policy.max_total_sequence_length=64")
@@ -628,7 +622,7 @@ def test_a_run_that_resumes_keeps_its_date(run: Run, tmp_path: Path, monkeypatch
     assert first.config.policy.tokenizer.date == day and "date" in first.derived["policy.tokenizer.date"]
     assert first.prompts[0].text.startswith(f"{day} 00=")
     prepare_run_directory(first.config, first.derived)
-    monkeypatch.setattr("dagrl.run.derive.date", Tomorrow)
+    monkeypatch.setattr("dagrl.run.derive.date", MagicMock(**{"today.return_value": day + timedelta(1)}))
     assert preflight(config).prompts[0].text.startswith(f"{day + timedelta(1)} 00=")
     resumed = preflight(config.with_keys({"checkpointing.resume": True}))
     assert resumed.config.policy.tokenizer.date == day

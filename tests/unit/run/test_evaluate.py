@@ -22,11 +22,8 @@ WANTED = Evaluation(samples=3, ks=(1, 2, 3), right_from=0.5)
 def completions(task: str, *rewards: float | None) -> list[Completion]:
     """Returns the completions of one prompt, the greedy one first."""
     prompt = Prompt("1+1", np.array([1]), "2", "row 0", task=task)
-    made = [Episode(prompt, 0, 9, tokens=[5] * (place + 1)) for place in range(len(rewards))]
-    return [
-        Completion(Sample(prompt, episode, ""), place == 0, reward)
-        for place, (episode, reward) in enumerate(zip(made, rewards, strict=True))
-    ]
+    samples = [Sample(prompt, Episode(prompt, 0, 9, tokens=[5] * (place + 1)), "") for place in range(len(rewards))]
+    return [Completion(samples[place], place == 0, reward) for place, reward in enumerate(rewards)]
 
 
 def test_tasks_have_rows_of_their_own() -> None:

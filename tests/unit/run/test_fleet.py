@@ -34,20 +34,6 @@ def node(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return node
 
 
-def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
-    """Its processes are there, but the raylet has hung for so long that Ray starts no workers on it any more."""
-    fleet = Fleet(restarts=1)
-    fleet._joined = True
-    fleet.leave(WorkerError(()))
-    assert fleet._joined
-    node.lives = False
-    fleet.check()
-    with pytest.raises(ClusterError, match="a node of Ray is dead"):
-        fleet.check_nodes()
-    fleet.leave(WorkerError(()))
-    assert not fleet._joined
-
-
 def test_a_failed_start_of_ray_is_not_asked_about_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is raised as it is. Ray, which has not started, could only answer with an error of its own."""
     no_client = AttributeError("'Worker' object has no attribute 'gcs_client'")
@@ -68,15 +54,18 @@ class RayProcess:
         self.code = -9
 
 
-def test_a_cluster_without_its_raylet_is_given_up() -> None:
+@pytest.mark.parametrize("hung", [False, True])
+def test_a_cluster_without_its_raylet_is_given_up(hung: bool, node: SimpleNamespace) -> None:
+    """Ended, or hung for so long that Ray starts no workers on its node any more."""
     raylet, fleet = RayProcess("raylet"), Fleet(restarts=1)
     fleet._joined, fleet._processes = True, [raylet]
     fleet.check()
     fleet.leave(WorkerError(()))
     assert fleet._joined, "a restart uses the cluster"
-    raylet.kill()
-    with pytest.raises(ClusterError, match=r"raylet \(pid 7\) ended under the run"):
+    node.lives, raylet.code = not hung, None if hung else -9
+    with pytest.raises(ClusterError, match="a node of Ray is dead" if hung else r"raylet \(pid 7\) ended under the run"):
         fleet.check()
+        fleet.check_nodes()
     fleet.leave(WorkerError(()))
     assert not fleet._joined, "a restart starts another one"
 

@@ -22,11 +22,7 @@ from dagrl.run.model import character_tokenizer, with_local_models, write_random
 from dagrl.run.preflight import preflight
 
 NAME, REVISION = "tester/tiny", "f" * 40
-TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = RandomInit(hf_config={"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2, **SHAPE})
 

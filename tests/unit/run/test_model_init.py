@@ -5,6 +5,7 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -202,9 +203,7 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
 
 
 def test_a_full_disk_is_one_error_that_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = MagicMock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("dagrl.run.model.replace_directory", full)
     with pytest.raises(ConfigError, match=r"output_dir: cannot write the first model, 0 MiB, .*No space left on device"):
         written(tmp_path / "a")

@@ -35,15 +35,6 @@ def test_outliers_of_the_run_come_first(tmp_path: Path) -> None:
     assert view.steps()[0]["reward"] == pytest.approx(0.375)
 
 
-def add_others(run: Path, step: int) -> None:
-    """Writes a validation sample and a dropped one, which have no log-probabilities of the train workers."""
-    rows = [
-        {**sample_row(step, place, 0.0), "split": split, "dropped": dropped, "valid": not dropped, "train_logprobs": None}
-        for place, split, dropped in ((1, "validation", ""), (3, "train", "zero_variance"))
-    ]
-    write_rows(run, *rows, step=step, kind=OTHER)
-
-
 def write_rows(run: Path, *rows: dict[str, Any], step: int = 3, **options: Any) -> None:
     """Writes these samples of a step, in place of those that it had."""
     files = RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=step)
@@ -51,8 +42,11 @@ def write_rows(run: Path, *rows: dict[str, Any], step: int = 3, **options: Any) 
 
 
 def test_other_samples_follow_those_that_were_trained_on(tmp_path: Path) -> None:
+    """A validation sample and a dropped one, which have no log-probabilities of the train workers."""
     run = make_run(tmp_path, "run")
-    add_others(run, 2)
+    validation = {**sample_row(2, 1, 0.0), "split": "validation", "train_logprobs": None}
+    dropped = {**sample_row(2, 3, 0.0), "dropped": "zero_variance", "valid": False, "train_logprobs": None}
+    write_rows(run, validation, dropped, step=2, kind=OTHER)
     view = RunView(run)
     assert [line["row"] for line in view.samples(2)] == [0, 1, 2, 3, 4, 5]
     kinds = [(line["split"], line["dropped"]) for line in view.samples(2)[3:]]
