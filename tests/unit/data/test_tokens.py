@@ -41,14 +41,9 @@ TEXTS = {
     "long": ["the and it " * 300, "hello " * 300],
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-CALLS = [
-    {"id": f"{number:09}", "type": "function", "function": {"name": "f", "arguments": {"a": letter}}}
-    for number, letter in enumerate("xy")
-]
-AS_TEXT = [
-    {**call, "function": {"name": "f", "arguments": json.dumps({"a": letter})}}
-    for call, letter in zip(CALLS, "xy", strict=True)
-]
+FUNCTIONS = [{"name": "f", "arguments": {"a": letter}} for letter in "xy"]
+CALLS = [{"id": f"{number:09}", "type": "function", "function": function} for number, function in enumerate(FUNCTIONS)]
+AS_TEXT = [{**call, "function": {"name": "f", "arguments": json.dumps(call["function"]["arguments"])}} for call in CALLS]
 RESULTS = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": f"it is {call['id'][-1]}"} for call in CALLS]
 QUESTION = {"role": "user", "content": "hello"}
 CALLING = [QUESTION, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]

@@ -118,10 +118,8 @@ class Episodes:
     def ask(self, *episodes: tuple[str, int, list[str]]) -> list[Reply]:
         """Asks for the last turn of each episode: its name, its number of turns, and the texts of its turns."""
         prompts = [Prompt(name, np.array([1]), "", "row 0", columns={"left": left}) for name, left, _ in episodes]
-        questions = [
-            Question(f"key of {one.text}", one, 7, turns) for one, (*_, turns) in zip(prompts, episodes, strict=True)
-        ]
-        return self.runner.submit(0, questions).result()
+        asked = zip(prompts, episodes, strict=True)
+        return self.runner.submit(0, [Question(f"key of {one.text}", one, 7, turns) for one, (*_, turns) in asked]).result()
 
     @property
     def notes(self) -> list[str]:

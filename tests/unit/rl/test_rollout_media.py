@@ -214,12 +214,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Ite
 
 def parts(message: dict[str, Any], *urls: str) -> dict[str, Any]:
     """Returns a message in OpenAI's format, with the images at `urls`."""
-    left = iter(urls)
-    content = [
-        {"type": "image_url", "image_url": {"url": next(left), "detail": "high"}} if part["type"] == "image" else part
-        for part in message["content"]
-    ]
-    return {**message, "content": content}
+    images = ({"type": "image_url", "image_url": {"url": one, "detail": "high"}} for one in urls)
+    return {**message, "content": [next(images) if part["type"] == "image" else part for part in message["content"]]}
 
 
 def test_requests_take_data_urls_and_files_by_openais_client(served: Served, tmp_path: Path, folder: Path) -> None:  # noqa: F811

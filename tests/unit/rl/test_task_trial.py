@@ -25,9 +25,8 @@ from tests.unit.rl.conftest import InProcess
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-PROMPTS = [
-    Prompt(f"{n}=", np.array([1, 2]), str(n), f"row {n}", task=task) for n, task in enumerate(("sums", "sums", "words"))
-]
+TASKS = enumerate(("sums", "sums", "words"))
+PROMPTS = [Prompt(f"{number}=", np.array([1, 2]), str(number), f"row {number}", task=task) for number, task in TASKS]
 
 
 def right(prompts: Any, completions: Any, references: Any, task: Any) -> Any:

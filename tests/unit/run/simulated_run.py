@@ -345,9 +345,8 @@ class Run:
             finish_step=self._take_state,
             due=lambda state: False,
         )
-        self.inputs = SimpleNamespace(
-            prompts=prompts, validation_prompts=prompts[:2], evaluation_prompts=[], tokenizer=tokenizer
-        )
+        asked = {"prompts": prompts, "validation_prompts": prompts[:2], "evaluation_prompts": []}
+        self.inputs = SimpleNamespace(**asked, tokenizer=tokenizer)
         self.simulated = SimpleNamespace(  # replaces `Replays`; forwards to the run, whose methods tests replace
             shared=None,
             times=ReplayTimes(),

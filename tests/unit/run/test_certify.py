@@ -137,10 +137,8 @@ def test_the_first_value_beyond_its_bound_is_named() -> None:
     near[1] += 1e-6
     far[[1, 4]] += np.array([1e-6, 1e-2], np.float32)
     name = "prev_logprobs of row 3"
-    close, differs, missing, short = (
-        compared([("logprobs", {name: column})], [new])["logprobs"]
-        for new in ({name: near}, {name: far}, {}, {name: column[:5]})
-    )
+    others: list[dict[str, Any]] = [{name: near}, {name: far}, {}, {name: column[:5]}]
+    close, differs, missing, short = (compared([("logprobs", {name: column})], [new])["logprobs"] for new in others)
     assert (close.verdict, close.unequal, close.values) == ("within", 1, 6)
     assert (differs.verdict, differs.unequal, short.verdict) == ("differs", 2, "differs")
     assert differs.first.startswith("replay 1 of 1: prev_logprobs of row 3 at [4] was -1.0, and is now -0.99")

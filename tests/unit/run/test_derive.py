@@ -159,10 +159,10 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
     assert tokens is not None and policy.max_total_sequence_length <= tokens <= 16384
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tokens", "recomputes"),
-    [(1, 4096, "none"), (1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")],
-)
+RECOMPUTED = [(1, 4096, "none"), (1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")]
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "recomputes"), RECOMPUTED)
 def test_parts_of_a_row_take_a_part_of_its_activations(machine: Any, ranks: int, tokens: int, recomputes: str) -> None:
     """A 24 GiB GPU has room for 2,700 tokens, and for 4,900 if a quarter of the state is on it."""
     machine(ranks, 24)

@@ -194,9 +194,8 @@ def test_a_run_without_steps_left_ends_unless_its_model_is_still_to_write(tmp_pa
     check_steps_left(config, plan, saved, model)  # killed before it wrote its model
     without = config.with_keys({"checkpointing.export_hf": False})
     check_steps_left(without.with_keys({"grpo.max_num_steps": 3}), plan, saved, model)
-    with pytest.raises(
-        NoStepsLeftError, match=r"sft\.max_num_steps=1, grpo\.max_num_steps=2\): .*step_00000003 is of step 3"
-    ):
+    says = r"sft\.max_num_steps=1, grpo\.max_num_steps=2\): .*step_00000003 is of step 3"
+    with pytest.raises(NoStepsLeftError, match=says):
         check_steps_left(without, plan, saved, model)
     model.mkdir()
     (model / "config.json").touch()
@@ -224,17 +223,6 @@ def test_an_export_that_the_driver_does_not_see_is_an_error(tmp_path: Path) -> N
     assert not recorder.paths.final_model.exists()
 
 
-class FixedClock(PhaseClock):
-    """A clock on which every step takes the same time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def close_step(self) -> dict[str, float]:
-        return {"timing_s/total": self._seconds}
-
-
 ROLES: dict[str, tuple[str, ...]] = {"train_step": ("train",), "refit": ("train", "generation"), "generate": ("generation",)}
 
 
@@ -242,7 +230,9 @@ def timed_replays(seconds: float) -> Replays:
     """Replays whose steps take `seconds`, of a train group and two generation shards."""
     phases: Any = {name: SimpleNamespace(roles=roles) for name, roles in ROLES.items()}
     scheduler: Any = SimpleNamespace(groups={"train": None, "generation": None})
-    return Replays(phases, scheduler, FixedClock(seconds), devices=3)
+    clock = PhaseClock()
+    clock.close_step = lambda: {"timing_s/total": seconds}  # type: ignore[method-assign]
+    return Replays(phases, scheduler, clock, devices=3)
 
 
 def read(replays: Replays, name: str, timing: ReplayTiming, reports: object = None) -> CountedReplay:

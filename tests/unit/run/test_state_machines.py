@@ -92,8 +92,6 @@ class Trajectories(RuleBasedStateMachine):
 
     @invariant()
     def every_group_is_somewhere(self) -> None:
-        if not hasattr(self, "buffer"):
-            return
         places = [self.running, self.done, self.training, self.trained, self.dropped]
         assert sorted(number for place in places for number in place) == sorted(self.begun)
         assert self.buffer.outstanding == len(self.running) + len(self.done) + len(self.training)
@@ -183,7 +181,7 @@ class Checkpoints(RuleBasedStateMachine):
 
     @invariant()
     def what_is_needed_is_there(self) -> None:
-        if not hasattr(self, "store") or not self.metrics:
+        if not self.metrics:
             return
         found: dict[int, Any] = {each.state.step: each for each in self.store.all()}
         newest = sorted(self.metrics)[-self.last :]
