@@ -204,9 +204,8 @@ def lines(text: str) -> str:
 def report_of(config: list[str], *turns: str, **keys: str) -> str:
     """Returns the lines of a report on one conversation, or on the file as it is."""
     if turns:
-        row = {
-            "messages": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
-        }
+        said = zip(("user", "assistant"), turns, strict=True)
+        row = {"messages": [{"role": role, "content": text} for role, text in said]}
         Path("chats.jsonl").write_text(json.dumps(row))
     words = [*config[1:], *(f"{key}={value}" for key, value in keys.items())]
     return lines(text_report(load_config(config[0], words), 2, Console(file=io.StringIO(), width=80)))

@@ -47,12 +47,9 @@ AS_TEXT = [{**call, "function": {"name": "f", "arguments": json.dumps(call["func
 RESULTS = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": f"it is {call['id'][-1]}"} for call in CALLS]
 QUESTION = {"role": "user", "content": "hello"}
 CALLING = [QUESTION, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
-CHAIN = [
-    {"role": "system", "content": "the"},
-    *(QUESTION, {"role": "assistant", "content": None, "tool_calls": AS_TEXT[:1]}, RESULTS[0]),
-    *({"role": "assistant", "content": None, "tool_calls": AS_TEXT[1:]}, RESULTS[1]),
-    *({"role": "assistant", "content": "and it"}, {"role": "user", "content": "a"}),
-]
+SAID = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in AS_TEXT]
+CHAIN = [{"role": "system", "content": "the"}, QUESTION, SAID[0], RESULTS[0], SAID[1], RESULTS[1]]
+CHAIN += [{"role": "assistant", "content": "and it"}, {"role": "user", "content": "a"}]
 NAMED = {kind.name: kind for kind in (*KINDS, *TWO_WAYS.values(), *WHOLE)}
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 CALLING_KINDS = {kind.template: kind for kind in KINDS if kind.tools}.values()

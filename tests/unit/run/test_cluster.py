@@ -166,8 +166,7 @@ def release_lock() -> Callable[[], None]:
 
 
 def wait(seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    for _ in range(int(seconds * 100)):
         time.sleep(0.01)
 
 

@@ -98,7 +98,7 @@ def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
     assert model_description(PolicyConfig(model_name=str(tmp_path / "a")), 41)["vocab_size"] == 41
 
 
-def test_broken_directories_are_named_without_transformers(tmp_path: Path) -> None:
+def test_broken_and_empty_directories_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*absent"):
         run_model.check_directories(configured({"model_name": str(tmp_path / "absent")}))
     written(tmp_path / "a")
@@ -107,6 +107,14 @@ def test_broken_directories_are_named_without_transformers(tmp_path: Path) -> No
     (tmp_path / "a" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json cannot be read"):
         run_model.check_directories(config)
+    for file in (tmp_path / "a").iterdir():
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):
+        model_description(config.policy, 0)
+    with pytest.raises(ConfigError, match="transformers cannot load a tokenizer from"):
+        load_tokenizer(config.policy)
+    with pytest.raises(ConfigError, match="tokenizer_characters or policy"):
+        load_tokenizer(PolicyConfig(random_init=RandomInit(hf_config={})))
 
 
 def test_a_configuration_that_transformers_rejects(tmp_path: Path) -> None:
@@ -158,16 +166,6 @@ def test_replacing_the_tokenizers_chat_template_is_warned_about(tmp_path: Path, 
             loaded = load_tokenizer(PolicyConfig(model_name=str(tmp_path / name), tokenizer=tokenizer))
             assert loaded.chat_template == (template or own)
     assert replaces in caplog.text
-
-
-def test_missing_models_and_tokenizers_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):
-        model_description(PolicyConfig(model_name=str(tmp_path / "empty")), 0)
-    with pytest.raises(ConfigError, match="transformers cannot load a tokenizer from"):
-        load_tokenizer(PolicyConfig(model_name=str(tmp_path / "empty")))
-    with pytest.raises(ConfigError, match="tokenizer_characters or policy"):
-        load_tokenizer(PolicyConfig(random_init=RandomInit(hf_config={})))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
