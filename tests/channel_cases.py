@@ -31,17 +31,7 @@ from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, 
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.store import reserve_port
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from tests.unit.refit.weight_reference import (
-    VllmRank,
-    Weights,
-    equal,
-    hf_weights,
-    megatron_tensors,
-    model_config,
-    vllm_tensors,
-    vllm_weight_slices,
-    zeros_like,
-)
+from tests.unit.refit import weight_reference as reference
 
 Kind = Literal["gloo", "nccl", "ipc", "ipc on a GPU", "ipc between GPUs"]
 
@@ -170,7 +160,7 @@ def order(place: Place) -> object:
     return [int(value[0]) for value in values]
 
 
-CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
+CONFIG = reference.model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
 
 
 def mailboxes(place: Place) -> object:
@@ -230,7 +220,7 @@ def refit_plan(size: int, devices: Sequence[str] = ()) -> RefitPlan:
     sources = [megatron_weight_slices(CONFIG, layout, rank) for rank in range(half)]
     return plan_refit(
         sources,
-        [vllm_weight_slices(CONFIG, VllmRank(half, rank)) for rank in range(half)],
+        [reference.vllm_weight_slices(CONFIG, reference.VllmRank(half, rank)) for rank in range(half)],
         dtype="float32",
         bucket_bytes=20_000,
         direct_bytes=2_000,  # some messages of each bucket are direct, at one end or both
@@ -238,12 +228,12 @@ def refit_plan(size: int, devices: Sequence[str] = ()) -> RefitPlan:
     )
 
 
-def sent_and_expected(size: int, rank: int) -> tuple[bool, Weights]:
+def sent_and_expected(size: int, rank: int) -> tuple[bool, reference.Weights]:
     """Returns whether a rank of `refit_plan` is a source, and the tensors that it sends, or should receive."""
-    half, weights = size // 2, hf_weights(CONFIG)
+    half, weights = size // 2, reference.hf_weights(CONFIG)
     if rank < half:
-        return True, megatron_tensors(weights, CONFIG, ParallelLayout(dp=half, ep=half), rank)
-    return False, vllm_tensors(weights, CONFIG, half, rank - half)
+        return True, reference.megatron_tensors(weights, CONFIG, ParallelLayout(dp=half, ep=half), rank)
+    return False, reference.vllm_tensors(weights, CONFIG, half, rank - half)
 
 
 def refit(place: Place) -> object:
@@ -251,7 +241,7 @@ def refit(place: Place) -> object:
     join_own_world(place)
     plan, channel = refit_plan(place.size), place.open()
     is_source, expected = sent_and_expected(place.size, place.rank)
-    held = expected if is_source else zeros_like(expected)
+    held = expected if is_source else reference.zeros_like(expected)
     tensors = {name: tensor.clone().to(place.device) for name, tensor in held.items()}
     end = (RefitSender if is_source else RefitReceiver)(plan.for_rank(place.rank), tensors, channel)
     bytes_ = []
@@ -264,7 +254,7 @@ def refit(place: Place) -> object:
             report = end.receive(version)
             shift = version - 1
             scaled = {name: tensor + shift * (tensor != 0) for name, tensor in expected.items()}
-            assert equal({name: tensor.cpu() for name, tensor in tensors.items()}, scaled), version
+            assert reference.equal({name: tensor.cpu() for name, tensor in tensors.items()}, scaled), version
         bytes_.append((report.version, report.bytes_sent, report.bytes_received))
     assert own_world_works(place)
     channel.close()
@@ -273,27 +263,27 @@ def refit(place: Place) -> object:
 
 def relayed(place: Place) -> object:
     """One source, three replicas on another host: each byte is sent there once and relayed."""
-    layout, wanted = ParallelLayout(), vllm_weight_slices(CONFIG, VllmRank())
+    layout, wanted = ParallelLayout(), reference.vllm_weight_slices(CONFIG, reference.VllmRank())
     sources, hosts = [megatron_weight_slices(CONFIG, layout, 0)], [0, 1, 1, 1]
     plan = plan_refit(sources, [wanted] * 3, dtype="float32", bucket_bytes=20_000, hosts=hosts)
     channel = place.open()
-    weights = hf_weights(CONFIG)
+    weights = reference.hf_weights(CONFIG)
     sent = received = 0
     if place.rank == 0:
-        tensors = megatron_tensors(weights, CONFIG, layout, 0)
+        tensors = reference.megatron_tensors(weights, CONFIG, layout, 0)
         sender = RefitSender(plan.for_rank(0), tensors, channel)
         for _ in range(2):
             sent += sender.send(1).bytes_sent
             for tensor in tensors.values():
                 tensor *= 2
     else:
-        expected = vllm_tensors(weights, CONFIG, 1, 0)
-        tensors = zeros_like(expected)
+        expected = reference.vllm_tensors(weights, CONFIG, 1, 0)
+        tensors = reference.zeros_like(expected)
         receiver = RefitReceiver(plan.for_rank(place.rank), tensors, channel)
         for factor in (1, 2):
             report = receiver.receive(1)
             sent, received = sent + report.bytes_sent, received + report.bytes_received
-            assert equal(tensors, {name: tensor * factor for name, tensor in expected.items()}), factor
+            assert reference.equal(tensors, {name: tensor * factor for name, tensor in expected.items()}), factor
     channel.agree()
     channel.close()
     return sent, received, 2 * sum(tensor.nbytes for tensor in weights.values())
@@ -518,7 +508,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self.segments: list[HostSegment] = []
 
-    def copies(self, tensors: Weights) -> Weights:
+    def copies(self, tensors: reference.Weights) -> reference.Weights:
         """Copies of `tensors` in one new allocation, each at a multiple of 64 bytes."""
         steps = [-(-tensor.nbytes // 64) * 64 for tensor in tensors.values()]
         segment = HostSegment(64 + sum(steps))
@@ -545,9 +535,9 @@ def mapped_refit(place: Place) -> object:
     if place.device == "cpu":
         ipc_memory.allocation_of = memory.allocation_of  # type: ignore[assignment]
     is_source, expected = sent_and_expected(2, place.rank)
-    held = expected if is_source else zeros_like(expected)
+    held = expected if is_source else reference.zeros_like(expected)
 
-    def allocated(tensors: Weights) -> Weights:
+    def allocated(tensors: reference.Weights) -> reference.Weights:
         if place.device == "cpu":
             return memory.copies(tensors)
         return {name: tensor.to(place.device).clone() for name, tensor in tensors.items()}
@@ -576,6 +566,6 @@ def mapped_refit(place: Place) -> object:
                 parameter.data += 1
         else:
             shifted = {name: tensor + (version - 1) * (tensor != 0) for name, tensor in expected.items()}
-            assert equal({name: parameter.data.cpu() for name, parameter in live.items()}, shifted), version
+            assert reference.equal({name: parameter.data.cpu() for name, parameter in live.items()}, shifted), version
     channel.close()
     return rounds

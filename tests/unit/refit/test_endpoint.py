@@ -18,18 +18,8 @@ from torch import Tensor
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.channels.spec import ChannelKind
 from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
-from dagrl.refit import (
-    RefitPlan,
-    RefitReceiver,
-    RefitReport,
-    RefitSender,
-    Verify,
-    WeightSlice,
-    commit_together,
-    merge_reports,
-    plan_refit,
-)
-from dagrl.refit.carry.endpoint import RefitRounds
+from dagrl.refit import RefitPlan, RefitReport, Verify, WeightSlice, commit_together, merge_reports, plan_refit
+from dagrl.refit.carry.endpoint import RefitReceiver, RefitRounds, RefitSender
 from dagrl.refit.carry.pack import BucketMemory, bind_staging
 from dagrl.refit.kernels.batched import BatchedCopy
 from dagrl.refit.plan.planner import BUCKET_BYTES
@@ -38,20 +28,9 @@ from dagrl.refit.transfers import DIRECT_BYTES, Move, MoveSide, adjoin, aligned,
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.refit_mappings import QWEN3_4B
+from tests.unit.refit import weight_reference as reference
 from tests.unit.refit.fp8_reference import cuts_a_block, fp8_configs, fp8_tensors, quantized_model, random_weights
 from tests.unit.refit.memory_channel import Done, MemoryChannel, Pair, Queues, copy_mapped, run_refit
-from tests.unit.refit.weight_reference import (
-    Config,
-    VllmRank,
-    Weights,
-    hf_weights,
-    megatron_layouts,
-    megatron_tensors,
-    model_configs,
-    vllm_sizes,
-    vllm_tensors,
-    vllm_weight_slices,
-)
 
 WHOLE: Box = ((0, 6), (0, 10))
 
@@ -407,23 +386,23 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
     config, dtype = data.draw(fp8_configs()), data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     whole = random_weights(config, dtype)
     for _ in range(data.draw(st.sampled_from([6, 6, 6, 1]))):  # usually until one fits
-        layout = data.draw(megatron_layouts(config, limit=4))
-        tp, ep = data.draw(st.sampled_from(vllm_sizes(config)[::-1])), data.draw(st.booleans())
+        layout = data.draw(reference.megatron_layouts(config, limit=4))
+        tp, ep = data.draw(st.sampled_from(reference.vllm_sizes(config)[::-1])), data.draw(st.booleans())
         held = [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
         fits = not is_cut(whole, config, held, tp, ep)
         if fits:
             break
-    ranks = [VllmRank(tp, rank, expert_parallel=ep, fp8=True) for rank in range(tp)] * data.draw(st.integers(1, 2))
+    ranks = [reference.VllmRank(tp, rank, expert_parallel=ep, fp8=True) for rank in range(tp)] * data.draw(st.integers(1, 2))
     size, in_host = layout.world_size + len(ranks), data.draw(st.sampled_from([1, 2, 8]))
     options = {"bucket_bytes": data.draw(st.sampled_from([40_000, 1 << 20]))}
     options |= {"dtype": str(dtype).removeprefix("torch."), "hosts": [rank // in_host for rank in range(size)]}
     if not fits:
         with pytest.raises(RefitPlanError, match="inside an FP8 block"):
-            plan_refit(held, [vllm_weight_slices(config, rank) for rank in ranks], **options)
+            plan_refit(held, [reference.vllm_weight_slices(config, rank) for rank in ranks], **options)
         return
-    wanted = [vllm_weight_slices(config, rank) for rank in ranks]
+    wanted = [reference.vllm_weight_slices(config, rank) for rank in ranks]
     plan = plan_refit(held, wanted, **options)
-    sources = [megatron_tensors(whole, config, layout, rank) for rank in range(layout.world_size)]
+    sources = [reference.megatron_tensors(whole, config, layout, rank) for rank in range(layout.world_size)]
     model = quantized_model(whole)
     expected = [expected_on(rank, model, config, mine, dtype) for rank, mine in zip(ranks, wanted, strict=True)]
     built = [{name: empty_like(tensor) for name, tensor in tensors.items()} for tensors in expected]
@@ -435,16 +414,20 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
         assert [name for name in theirs if not torch.equal(as_stored(ours[name]), theirs[name])] == []
 
 
-def is_cut(whole: Weights, config: Config, held: Slices, tp: int, ep: bool) -> bool:
+def is_cut(whole: reference.Weights, config: reference.Config, held: Slices, tp: int, ep: bool) -> bool:
     """Returns whether a shard of either side splits a block."""
-    plain = [vllm_weight_slices(config, VllmRank(tp, rank, expert_parallel=ep)) for rank in range(tp)]
+    plain = [reference.vllm_weight_slices(config, reference.VllmRank(tp, rank, expert_parallel=ep)) for rank in range(tp)]
     sides = ((held, False), (plain, True))
     return any(cuts_a_block(whole, mine, local) for ranks, local in sides for mine in ranks)
 
 
 def expected_on(
-    rank: VllmRank, model: tuple[Weights, Weights], config: Config, slices: list[WeightSlice], dtype: torch.dtype
-) -> Weights:
+    rank: reference.VllmRank,
+    model: tuple[reference.Weights, reference.Weights],
+    config: reference.Config,
+    slices: list[WeightSlice],
+    dtype: torch.dtype,
+) -> reference.Weights:
     """The tensors that vLLM holds. Unquantized ones have the engine's dtype, or the one in their slices."""
     tensors = fp8_tensors(model, config, rank.tp, rank.tp_rank, rank.expert_parallel)
     kept = {one.tensor for one in expand(slices) if one.dtype}
@@ -528,16 +511,16 @@ def test_only_the_end_with_a_gap_in_its_tensor_stages() -> None:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_both_ends_split_alike_and_stage_what_was_planned(data: st.DataObject) -> None:
-    config = data.draw(model_configs())
-    layout, tp = data.draw(megatron_layouts(config)), data.draw(st.sampled_from(vllm_sizes(config)))
+    config = data.draw(reference.model_configs())
+    layout, tp = data.draw(reference.megatron_layouts(config)), data.draw(st.sampled_from(reference.vllm_sizes(config)))
     held = [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
-    wanted = [vllm_weight_slices(config, VllmRank(tp, rank)) for rank in range(tp)]
+    wanted = [reference.vllm_weight_slices(config, reference.VllmRank(tp, rank)) for rank in range(tp)]
     size = data.draw(st.sampled_from([500, 4000, 1 << 20]))
     direct = data.draw(st.sampled_from([16, 300, 2000]))
     plan = plan_refit(held, wanted, dtype="float32", bucket_bytes=size, direct_bytes=direct)
-    weights = hf_weights(config)
-    tensors = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
-    tensors += [vllm_tensors(weights, config, tp, rank) for rank in range(tp)]
+    weights = reference.hf_weights(config)
+    tensors = [reference.megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
+    tensors += [reference.vllm_tensors(weights, config, tp, rank) for rank in range(tp)]
     ends: dict[tuple[int, int], list[list[int]]] = {}
     for rank, held_here in enumerate(tensors):
         live = {name: tensor.contiguous() for name, tensor in held_here.items()}
@@ -622,7 +605,7 @@ def test_a_contiguous_run_has_the_bytes_of_its_moves(data: st.DataObject) -> Non
 
 def real_plan(ranks: int, layout: ParallelLayout, **options: int) -> RefitPlan:
     held = [megatron_weight_slices(QWEN3_4B, layout, rank) for rank in range(ranks)]
-    wanted = [vllm_weight_slices(QWEN3_4B, VllmRank(ranks, rank)) for rank in range(ranks)]
+    wanted = [reference.vllm_weight_slices(QWEN3_4B, reference.VllmRank(ranks, rank)) for rank in range(ranks)]
     return plan_refit(held, wanted, dtype="bfloat16", **options)  # type: ignore[arg-type]
 
 
