@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,14 +57,10 @@ def test_ratios_are_of_the_same_round_and_sides_alternate(tmp_path: Path, capsys
 
 def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
     order: list[str] = []
-
-    def fail() -> Any:
-        order.append("broken")
-        raise RunError("out of memory")
-
+    broken = Mock(side_effect=RunError("out of memory"))
     with pytest.raises(RunError, match="failed: sleep, broken"):
-        harness.run(options(tmp_path), [contest({"ours": side("ours", order, 1.0), "broken": fail})])
-    assert order.count("broken") == 1 and order.count("ours") == 3
+        harness.run(options(tmp_path), [contest({"ours": side("ours", order, 1.0), "broken": broken})])
+    assert broken.call_count == 1 and order.count("ours") == 3
     report = json.loads((tmp_path / "rows.json").read_text())
     assert report["failed"] == {"sleep, broken": "out of memory"} and [row["side"] for row in report["rows"]] == ["ours"]
 

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -65,11 +67,8 @@ def test_a_wait_calls_its_check_and_ends_at_the_deadline(one_host: bool) -> None
         waits.reach(lambda: checks.append(None))
     assert 1 <= len(checks) <= 2  # every 0.05 s, as a check asks the system about each process
 
-    def gives_up() -> None:
-        raise ChannelError("the process of rank 2 ended")
-
     with pytest.raises(ChannelError, match=r"^the process of rank 2 ended"):
-        waits.reach(gives_up)
+        waits.reach(Mock(side_effect=ChannelError("the process of rank 2 ended")))
 
 
 def test_finished_agreements_are_deleted_from_the_store(one_host: bool) -> None:
@@ -89,16 +88,12 @@ def test_finished_agreements_are_deleted_from_the_store(one_host: bool) -> None:
 @pytest.mark.parametrize("answers", [0, 1])
 def test_the_error_of_a_lost_store_names_rank_0(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lost before the vote, or while waiting for the others."""
-
-    def gone(*_: object) -> None:
-        raise RuntimeError("Connection reset by peer")
-
-    counts = iter([1] * answers)
-    monkeypatch.setattr(HashStore, "add", lambda *_: next(counts, 0) or gone())
+    gone = RuntimeError("Connection reset by peer")
+    monkeypatch.setattr(HashStore, "add", Mock(side_effect=chain([1] * answers, repeat(gone))))
     _, (_, agreement) = ranks(2)
     with pytest.raises(ChannelError, match="rank 0, which serves the channel's store, is gone: Connection reset"):
         agreement.reach(nothing)
-    monkeypatch.setattr(HashStore, "set", gone)
+    monkeypatch.setattr(HashStore, "set", Mock(side_effect=gone))
     agreement.abort("its weights are gone")
     agreement.close()
     agreement.close()

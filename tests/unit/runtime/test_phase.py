@@ -77,6 +77,10 @@ def written(node: Node) -> str:
     return call if node.transport == "shm" else f"{call} via {node.transport}"
 
 
+def everywhere(train: Shard, generation: Shard, x: Input) -> Value:
+    return join(train.map("forward", x), generation.map("forward", x))
+
+
 def broadcast(train: Shard, x: Input) -> Value:
     one = train[0].map("forward", x)
     return train.map("pair", train.map("pair", one, x), one)
@@ -165,12 +169,10 @@ def test_each_construct_gives_its_calls(name: str) -> None:
     ],
 )
 def test_groups_of_different_data_parallel_sizes(shards: dict[str, int], expected: dict[str, int]) -> None:
-    def step(train: Shard, generation: Shard, x: Input) -> Value:
-        return join(train.map("forward", x), generation.map("forward", x))
-
     assert replicas_per_graph(shards) == expected
     if len(shards) == 2:
-        graph = trace(step, role(dp=shards["train"], tp=2), role("generation", dp=shards["generation"]))
+        groups = role(dp=shards["train"], tp=2), role("generation", dp=shards["generation"])
+        graph = trace(everywhere, *groups)
         assert graph.widths == {"train": expected["train"] * 2, "generation": expected["generation"]}
 
 
@@ -287,11 +289,8 @@ def test_functions_that_cannot_be_phases(function: Callable[..., Any], words: st
 
 @pytest.mark.parametrize("dtype", ["int4", "bfloat16", "torch.float32"])
 def test_a_field_with_an_unknown_dtype_is_named(dtype: str) -> None:
-    def forward(train: Shard, batch: Input) -> Value:
-        return train.map("forward", batch)
-
     with pytest.raises(GraphError, match=f"field 'x' of a phase's inputs has the dtype '{dtype}', which numpy"):
-        phase(inputs={"x": Field(dtype)})(forward)
+        phase(inputs={"x": Field(dtype)})(broadcast)
 
 
 def test_a_missing_group_is_named() -> None:

@@ -709,14 +709,12 @@ def test_other_roles_and_shards_go_on_after_a_failure(made: list[Graph]) -> None
 
 
 def test_input_channels_are_sized_by_the_largest_bucket(made: list[Graph]) -> None:
-    def full(rows: int, tokens: int) -> Batch:
-        return Batch({"x": np.zeros((rows, tokens), np.int64), "lengths": np.full(rows, tokens)})
-
+    full = Batch({"x": np.zeros((128, 64), np.int64), "lengths": np.full(128, 64)})
     with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
         scheduler.add(step, buckets=[Bucket(1, 64), Bucket(64, 64)])
         scheduler.add(other, warmup_value=np.zeros(1000))
         scheduler.compile()
-        scheduler.replay(step, full(128, 64))
+        scheduler.replay(step, full)
         scheduler.replay(other, np.zeros(1000))
         with pytest.raises(RunError, match=r"input of phase 'other' needs .* bytes per shard, .* or add a larger bucket"):
             scheduler.replay(other, np.zeros(3000))

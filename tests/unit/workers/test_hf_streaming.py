@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors
@@ -212,14 +213,10 @@ def test_an_export_replaces_the_last(checkpoint: Checkpoint, tmp_path: Path, mon
     monkeypatch.setattr(hf_export, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)
     hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-
-    def fails(*args: object, **options: object) -> None:
-        raise OSError("the disk is full")
-
     for tensor in tensors.values():
         tensor.zero_()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="disk is full"):
-        patched.setattr(hf_export, "_copy_companions", fails)
+        patched.setattr(hf_export, "_copy_companions", Mock(side_effect=OSError("the disk is full")))
         hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -427,12 +428,7 @@ def test_an_engine_whose_step_failed_is_lost(engine: QuantumEngine, vllm: AsyncE
 def test_an_abandoned_quantum_raises_after_its_step(engine: QuantumEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the step returns normally: aborted NCCL collectives end without an error."""
     step = AsyncEngineDouble.step
-
-    def given_up(vllm: AsyncEngineDouble) -> list[Any]:
-        engine.abandon()  # from another thread
-        return step(vllm)
-
-    monkeypatch.setattr(AsyncEngineDouble, "step", given_up)
+    monkeypatch.setattr(AsyncEngineDouble, "step", lambda vllm: engine.abandon() or step(vllm))  # from another thread
     with pytest.raises(RunError, match="aborted inside an engine step"):
         engine.run(asked(r1=9), 5)
     assert engine.interrupted
@@ -476,12 +472,8 @@ def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(cpu.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
         cpu.import_engine()
-
-    def broken(name: str) -> None:
-        raise OSError("undefined symbol: cudnnFoo")
-
     monkeypatch.setattr(metadata, "version", lambda name: "2.20.2")
-    monkeypatch.setattr(cpu.importlib, "import_module", broken)
+    monkeypatch.setattr(cpu.importlib, "import_module", Mock(side_effect=OSError("undefined symbol: cudnnFoo")))
     with pytest.raises(ConfigError, match=r"2\.20\.2 is installed, but its import fails: undefined symbol.*this torch, "):
         cpu.import_engine()
 
