@@ -24,17 +24,14 @@ def fp8_configs(draw: st.DrawFn) -> Config:
     """Small models whose shards are often whole blocks. Some parameters end inside a block."""
     model_type, kv_heads = draw(st.sampled_from(TYPES)), draw(st.sampled_from([2, 1, 4]))
     widths = st.sampled_from([256, 512, 128])
-    config = model_config(
-        model_type,
-        hidden_size=draw(st.sampled_from([128, 192, 256])),
-        num_hidden_layers=2,
-        num_key_value_heads=kv_heads,
-        num_attention_heads=kv_heads * draw(st.sampled_from([1, 2])),
-        head_dim=128,
-        intermediate_size=draw(widths),
-        vocab_size=draw(st.integers(1, 300)),
-        tie_word_embeddings=draw(st.booleans()),
-    )
+    heads = {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.sampled_from([1, 2])),
+        "head_dim": 128,
+    }
+    config = model_config(model_type, hidden_size=draw(st.sampled_from([128, 192, 256])), num_hidden_layers=2, **heads)
+    config |= {"intermediate_size": draw(widths), "vocab_size": draw(st.integers(1, 300))}
+    config["tie_word_embeddings"] = draw(st.booleans())
     if model_type in ("qwen3_moe", *LATENT):
         config["moe_intermediate_size"] = draw(st.sampled_from([256, 128, 200]))
     if model_type in LATENT:

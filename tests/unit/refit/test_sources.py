@@ -23,13 +23,6 @@ from dagrl.workers.train.hf_load import check_shared
 from tests.families import FAMILIES
 
 
-class Holder(nn.Module):
-    def __init__(self, **tensors: Tensor) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-
 def part_of(tensors: Mapping[str, Tensor], one: WeightSlice) -> Tensor:
     return tensors[one.tensor][tuple(slice(*extent) for extent in one.local)]
 
@@ -122,12 +115,12 @@ def test_conversions_that_interleave_or_transpose() -> None:
         return {"q": rope, "experts": state["other"].transpose(1, 2).contiguous()}
 
     saved = to_hf({"weight": weight, "other": other})
-    for held in check_held(Holder(weight=weight, other=other), saved, to_hf=to_hf).values():
+    for held in check_held(nn.ParameterDict({"weight": weight, "other": other}), saved, to_hf=to_hf).values():
         assert (held == 1).all()
 
 
 def test_joined_parameters_are_sent_from_where_they_are() -> None:
-    whole = Holder(query=torch.randn(6, 4), key=torch.randn(2, 4), bias=torch.randn(4, 3))
+    whole = nn.ParameterDict({"query": torch.randn(6, 4), "key": torch.randn(2, 4), "bias": torch.randn(4, 3)})
 
     def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
         both = torch.cat([state["query"], torch.cat([state["key"], state["key"][:1]])])
@@ -150,7 +143,11 @@ def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
 
 def test_computed_parameters_are_refused() -> None:
     with pytest.raises(RefitPlanError, match="'sum' of the checkpoint is computed"):
-        slices_of(Holder(a=torch.ones(2), b=torch.ones(2)), dtype="float32", to_hf=lambda s: {"sum": s["a"] + s["b"]})
+        slices_of(
+            nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)}),
+            dtype="float32",
+            to_hf=lambda s: {"sum": s["a"] + s["b"]},
+        )
 
 
 @pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w[:1].zero_(), lambda w: torch.add(w, 1, out=w)])
@@ -162,7 +159,7 @@ def test_conversions_in_place_are_refused(change: Callable[[Tensor], Tensor], of
         return {"a": weight}
 
     with pytest.raises(RefitPlanError, match="'a' of the checkpoint is computed"):
-        slices_of(Holder(a=torch.ones(3, 2)), dtype="float32", to_hf=to_hf)
+        slices_of(nn.ParameterDict({"a": torch.ones(3, 2)}), dtype="float32", to_hf=to_hf)
 
 
 def test_tensors_follow_parameters_to_new_memory() -> None:

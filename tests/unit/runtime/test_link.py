@@ -361,11 +361,10 @@ def node(number: int, sources: Sequence[Source], spec: EdgeSpec, place: int = 0,
 class Running:
     """A loop of one worker, and this process as the driver that sends its input and reads its results."""
 
-    def __init__(self, nodes: Sequence[LoopNode], start: EdgeSpec, mailbox: Mailbox | None = None) -> None:
+    def __init__(self, nodes: Sequence[LoopNode], start: EdgeSpec) -> None:
         self.worker, self.name, self.ticket = worker(), uuid.uuid4().hex, 0
         self.start = EdgeWriter(start)
-        address = None if mailbox is None else mailbox.address
-        made = prepare_loop(self.worker, self.name, nodes, address)
+        made = prepare_loop(self.worker, self.name, nodes, None)
         start_loop(self.worker, self.name, 0, {None: self.start.address, **made})
         self.readers = {number: EdgeReader(found, DRIVER) for number, found in made.items()}
 

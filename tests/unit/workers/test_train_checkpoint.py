@@ -181,24 +181,13 @@ def of(model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float
 
 
 @pytest.mark.parametrize(
-    ("saved", "mine"),
-    [
-        (QWEN3, {**QWEN3, "eos_token_id": [3, 5], "pad_token_id": 0, "max_position_embeddings": 99}),
-        (QWEN3, UPGRADED),
-        (UPGRADED, QWEN3),
-        (SCALED, RESCALED),
-        (MOE, {**MOE, "norm_topk_prob": False, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}),
-    ],
-    ids=["edited", "upgraded", "downgraded", "scaled", "experts"],
-)
-def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
-    write_identity(tmp_path, of(saved))
-    assert read(tmp_path, mine) == of(saved)
-
-
-@pytest.mark.parametrize(
     ("saved", "mine", "message"),
     [
+        (QWEN3, {**QWEN3, "eos_token_id": [3, 5], "pad_token_id": 0, "max_position_embeddings": 99}, ""),
+        (QWEN3, UPGRADED, ""),
+        (UPGRADED, QWEN3, ""),
+        (SCALED, RESCALED, ""),
+        (MOE, {**MOE, "norm_topk_prob": False, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}, ""),
         (QWEN3, {**QWEN3, "rope_theta": 1e4}, r"model rope_theta = 1000000\.0 \(this run: 10000\.0\);"),
         (QWEN3, {**QWEN3, "head_dim": 32}, r"model head_dim = 128 \(this run: 32\), rotary_dim"),
         (QWEN3, {**QWEN3, "rms_norm_eps": 1e-5}, r"model norm_eps = 1e-06 \(this run: 1e-05\);"),
@@ -210,10 +199,16 @@ def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[
         ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
     ],
 )
-def test_another_model_is_rejected_by_key(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str) -> None:
+def test_a_model_loads_however_it_is_written(
+    tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str
+) -> None:
+    """Another one is rejected with the keys that differ."""
     write_identity(tmp_path, of(saved))
-    with pytest.raises(CheckpointError, match=message):
-        read(tmp_path, mine)
+    if message:
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path, mine)
+    else:
+        assert read(tmp_path, mine) == of(saved)
 
 
 @pytest.mark.parametrize(
