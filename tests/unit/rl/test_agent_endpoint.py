@@ -189,9 +189,8 @@ def learned_texts(served: Served, row: Row) -> list[str]:
 
 def test_answers_with_other_sampling_parameters_are_context(served: Served) -> None:
     served.chat(ASKED, "ab", temperature=0.2)
-    assert served.generation.turns[0].options.temperature == 0.2
-    (row,) = served.rows()
-    assert not any(row.sampled) and served.episode.rows(1).untrained == 3
+    (turn,), (row,) = served.generation.turns, served.rows()
+    assert turn.options.temperature == 0.2 and not any(row.sampled) and served.episode.rows(1).untrained == 3
 
 
 def test_a_stream_has_the_same_text_and_tokens(served: Served) -> None:

@@ -272,8 +272,7 @@ def test_turns_have_the_rewards_of_the_environment(first: list[float | None], la
     group = scored("stop", answered=(True,))
     (episode,) = group.group.episodes
     episode.tokens, episode.sampled = np.array([2, 3, 4]), np.array([True, False, True])
-    episode.logprobs, episode.versions = np.zeros(3, np.float32), np.zeros(3, np.int64)
-    episode.turn_rewards = [*first, *last]
+    episode.logprobs, episode.versions, episode.turn_rewards = np.zeros(3), np.zeros(3, np.int64), [*first, *last]
     (row,) = untrained_rows([Untrained(group)], 5, TokenTexts(TOKENIZER))
     assert [turn["reward"] for turn in row["turns"]] == [*first, None, *(last or [None])]
 

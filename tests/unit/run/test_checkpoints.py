@@ -70,8 +70,7 @@ def test_a_synchronous_save_is_complete_on_return(tmp_path: Path) -> None:
     checkpoints, writers = make(tmp_path, background=False)
     save(checkpoints, 1)
     (latest,) = checkpoints.store.all()
-    assert (latest.directory / "train" / "part").exists()
-    assert writers.calls == ["save_checkpoint"]
+    assert (latest.directory / "train" / "part").exists() and writers.calls == ["save_checkpoint"]
     assert entry(latest.directory) == {"size": 7, "crc32": 9}, "as the worker said, without reading it again"
 
 

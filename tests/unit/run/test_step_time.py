@@ -262,10 +262,9 @@ def test_shared_prompts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows.saved == pytest.approx(128 * 1000 * 7 / 8 / (128 * 1064))
     flash = config.with_keys({"policy.sequence_packing.train_mb_tokens": 65536}).policy
     cudnn, model = flash.model_copy(update={"deterministic": False}), Decoder.of(workloads.SHAPES["qwen3-4b"].config)
-    shared, whole, by_flash = (
-        train_time(policy, model, H200, replace(rows, saved=saved))[0]["attention"]
-        for policy, saved in ((cudnn, rows.saved), (cudnn, 0.0), (flash, 0.0))
-    )
+    runs = (cudnn, rows.saved), (cudnn, 0.0), (flash, 0.0)
+    times = [train_time(policy, model, H200, replace(rows, saved=saved))[0] for policy, saved in runs]
+    shared, whole, by_flash = (time["attention"] for time in times)
     assert shared == by_flash > whole  # FlashAttention 2 computes shared prefixes
     count, width = step_time.split_rows(config.policy, rows, trains=True)
     assert 16 * 1000 + 128 * 64 <= count * width <= 1.3 * (16 * 1000 + 128 * 64)
