@@ -151,26 +151,22 @@ def test_a_bucket_is_packed_while_the_previous_one_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "words"),
+    ("end", "dtype", "tensors", "words"),
     [
-        ({}, "the plan needs the tensor 's', but this worker has"),
-        ({"s": torch.zeros(6, 9)}, r"its shape is \(6, 9\)"),
-        ({"s": torch.zeros(60)}, r"its shape is \(60,\)"),
-        ({"s": torch.zeros(6, 10, dtype=torch.bfloat16)}, "is torch.bfloat16, but the plan was made for float32"),
+        (RefitSender, "float32", {}, "the plan needs the tensor 's', but this worker has"),
+        (RefitSender, "float32", {"s": torch.zeros(6, 9)}, r"its shape is \(6, 9\)"),
+        (RefitSender, "float32", {"s": torch.zeros(60)}, r"its shape is \(60,\)"),
+        (RefitSender, "float32", {"s": source(torch.bfloat16)}, "is torch.bfloat16, but the plan was made for float32"),
+        *(
+            (RefitReceiver, sent, {"t": source().to(held)}, f"'p' is received as {sent} and cannot be cast to the {held}")
+            for sent, held in (("float32", torch.int64), ("int64", torch.float32), ("bfloat16", torch.float8_e4m3fn))
+        ),
     ],
 )
-def test_a_source_that_does_not_fit_the_plan(tensors: dict[str, Tensor], words: str) -> None:
+def test_tensors_that_do_not_fit_the_plan(end: Any, dtype: str, tensors: dict[str, Tensor], words: str) -> None:
+    rank = int(end is RefitReceiver)
     with pytest.raises(RefitPlanError, match=words):
-        RefitSender(plan_of(matrix()).for_rank(0), tensors, MemoryChannel(0, 2, {}))
-
-
-@pytest.mark.parametrize(
-    ("sent", "held"), [("float32", torch.int64), ("int64", torch.float32), ("bfloat16", torch.float8_e4m3fn)]
-)
-def test_dtypes_that_cannot_be_cast(sent: str, held: torch.dtype) -> None:
-    target = {"t": torch.zeros(6, 10, dtype=held)}
-    with pytest.raises(RefitPlanError, match=f"'p' is received as {sent} and cannot be cast to the {held}"):
-        RefitReceiver(plan_of(matrix(), dtype=sent).for_rank(1), target, MemoryChannel(1, 2, {}))
+        end(plan_of(matrix(), dtype=dtype).for_rank(rank), tensors, MemoryChannel(rank, 2, {}))
 
 
 @pytest.mark.parametrize("verify", ["off", "checksum"])
