@@ -35,7 +35,7 @@ def test_packages_are_found_in_the_same_distributions() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("writes", [True, False])
-def test_bytecode_is_kept_where_an_import_would_leave_none(
+def test_bytecode_is_kept_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool, writes: bool
 ) -> None:
     source = tmp_path / "torch" / "__init__.py"

@@ -166,9 +166,7 @@ def test_the_recorded_command_is_runnable(monkeypatch: pytest.MonkeyPatch) -> No
 # `run_all` on a host without GPUs: jobs that fail, take too long or cannot run are reported, and the others run.
 
 
-def run_without_processes(
-    out: Path, every: list[Job], answers: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> int:
+def run_jobs(out: Path, every: list[Job], answers: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> int:
     """Runs the jobs; each writes the first text to its log, and fails with the second."""
 
     def act(command: list[str], limit_s: float, log: Path) -> None:
@@ -195,7 +193,7 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, monkeypatch: pyte
         "tested": ("=== 3 passed, 2 skipped in 0.01s ===", ""),
     }
     (tmp_path / "good.json").write_text("{}")
-    assert run_without_processes(tmp_path, every, answers, monkeypatch) == 2
+    assert run_jobs(tmp_path, every, answers, monkeypatch) == 2
     actual = json.loads((tmp_path / "jobs.json").read_text())
     assert {name: (row["result"], row["note"]) for name, row in actual.items()} == {
         "good": ("passed", ""),
@@ -217,7 +215,7 @@ def test_the_page_summarizes_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "runs" / "sync").mkdir(parents=True)
     (tmp_path / "runs" / "sync" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     run = Job("runs", "run-sync", ("run",), gpus=0)
-    assert run_without_processes(tmp_path, [run], {"run": ("", "")}, monkeypatch) == 0
+    assert run_jobs(tmp_path, [run], {"run": ("", "")}, monkeypatch) == 0
     assert "| 3 steps |" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "run-sync.metrics.jsonl").exists() and not (tmp_path / "runs").exists()
 

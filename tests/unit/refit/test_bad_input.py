@@ -237,9 +237,7 @@ def test_replicas_send_their_slices_once() -> None:
         ("nccl", [0, 0], ["a", ""], "an nccl channel joins GPUs, but rank 1 of the refit has its weights on a CPU; put the"),
     ],
 )
-def test_channels_that_cannot_join_are_refused(
-    kind: ChannelKind, hosts: list[int], devices: list[str], message: str
-) -> None:
+def test_channels_that_cannot_join_fail(kind: ChannelKind, hosts: list[int], devices: list[str], message: str) -> None:
     with pytest.raises(RefitPlanError, match=message):
         check_devices(kind, hosts, devices)
 

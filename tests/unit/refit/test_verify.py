@@ -10,7 +10,6 @@ from queue import Queue
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -365,9 +364,7 @@ class Died(BaseException):
 class End:
     """A rank's end of a channel that carries votes alone; a peer's death shows as a broken connection."""
 
-    def __init__(
-        self, store: HashStore, words: npt.NDArray[np.int64] | None, rank: int, size: int, peer_died: threading.Event
-    ) -> None:
+    def __init__(self, store: HashStore, words: Any, rank: int, size: int, peer_died: threading.Event) -> None:
         self._agreement = Agreement(store, ChannelSpec("gloo", "memory:0", rank, size, timeout_s=20.0))
         if words is not None:
             self._agreement.use_memory(words)
@@ -456,11 +453,8 @@ class Commits(RuleBasedStateMachine):
 
     @invariant()
     def no_engine_uses_a_part_of_a_version(self) -> None:
-        used = self.versions_used()
+        used = [version for version in getattr(self, "open", []) if version is not None]
         assert len(set(used)) <= 1 and set(used) <= getattr(self, "whole", set())
-
-    def versions_used(self) -> Sequence[int]:
-        return [version for version in getattr(self, "open", []) if version is not None]
 
 
 Commits.TestCase.settings = settings(deadline=None, max_examples=10, stateful_step_count=10)

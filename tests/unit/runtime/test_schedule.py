@@ -233,9 +233,7 @@ def test_batches_may_be_empty_and_have_fields_in_any_order(scheduler: Scheduler)
         ([X.repeat(2, 0), None], r"one shard returned the fields \['lengths', 'y'\], another \['lengths'\]"),
     ],
 )
-def test_bad_results_are_refused(
-    scheduler: Scheduler, made: list[Graph], shards: list[np.ndarray | None], words: str
-) -> None:
+def test_bad_results_raise(scheduler: Scheduler, made: list[Graph], shards: list[np.ndarray | None], words: str) -> None:
     replay = scheduler.replay(step, batch(2))
     for graph, y in zip(made, shards, strict=False):
         rows = 4 if y is None else len(y)
@@ -606,9 +604,7 @@ def two_phases(executor: Any = "compiled") -> Scheduler:
     return scheduler
 
 
-def test_a_phase_that_does_not_compile_runs_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_phase_that_cannot_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One executor, which orders its calls, makes all eager graphs; a recovery makes them again with a new one."""
     executors = Executors(monkeypatch, fails="compiled")
     with two_phases() as scheduler:

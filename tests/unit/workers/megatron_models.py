@@ -80,14 +80,9 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
 def build(config: Config, options: TransformerConfig, layout: ParallelLayout, virtual: int | None) -> torch.nn.Module:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
-    common = {
-        "vocab_size": -(-config["vocab_size"] // (128 * layout.tp)) * 128 * layout.tp,
-        "max_sequence_length": 32,
-        "pre_process": first,
-        "post_process": last,
-        "share_embeddings_and_output_weights": config["tie_word_embeddings"],
-        "position_embedding_type": "rope",
-    }
+    rows = -(-config["vocab_size"] // (128 * layout.tp)) * 128 * layout.tp
+    common = {"vocab_size": rows, "max_sequence_length": 32, "pre_process": first, "post_process": last}
+    common |= {"share_embeddings_and_output_weights": config["tie_word_embeddings"], "position_embedding_type": "rope"}
     spec = get_gpt_decoder_block_spec(options, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
     use_own_norms(spec, options)
     return GPTModel(config=options, transformer_layer_spec=spec, vp_stage=virtual, **common)  # type: ignore[no-any-return]

@@ -101,6 +101,8 @@ HEADS_OF_ROWS = "context_parallel_size is 3, over which 4 attention heads with 2
 NO_FLASH = "attn_implementation is flash_attention_3, which Qwen3ForCausalLM cannot use here: ImportError.* Choose another"
 NO_EXPERTS = "expert_parallel_size is 2, but Qwen3ForCausalLM has no expert-parallel plan in transformers; set it to 1"
 NO_TOWER = "freeze_vision_tower is true, but Qwen3ForCausalLM has no vision tower; set it to false"
+OF_MEGATRON = "policy.megatron_cfg has tensor_model_parallel_size, which policy.backend fsdp does not read"
+REPLICAS = "data_parallel_replicas is 3, which does not divide data_parallel_size 2"
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"model_type": "bert2"}, "transformers does not know model_type 'bert2'"),
     ({}, OWN, r"its code in its directory; if you trust it, set policy\.fsdp_cfg\.trust_remote_code=true"),
@@ -119,16 +121,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fsdp_cfg": {"freeze_vision_tower": True}}, QWEN3, NO_TOWER),
     (PACKED, LFM2, "see each other in the model, which has layers of type conv"),
     (PACKED, GPT_OSS, r"which has masks that are not made from positions \(attn_implementation eager\); set it to false"),
-    (
-        {"megatron_cfg": {"tensor_model_parallel_size": 2}},
-        QWEN3,
-        "policy.megatron_cfg has tensor_model_parallel_size, which policy.backend fsdp does not read",
-    ),
-    (
-        {"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}},
-        QWEN3,
-        "data_parallel_replicas is 3, which does not divide data_parallel_size 2",
-    ),
+    ({"megatron_cfg": {"tensor_model_parallel_size": 2}}, QWEN3, OF_MEGATRON),
+    ({"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}}, QWEN3, REPLICAS),
 ]
 
 

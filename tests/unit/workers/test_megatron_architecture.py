@@ -313,18 +313,11 @@ MEASURED = read_architecture(FAMILIES["qwen3"])
 
 def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int]]) -> StepMetrics:
     """Returns the reports of all workers of a layout; `lengths` are those of each shard's rows."""
-    parts = [
-        throughput_metrics(
-            PolicyConfig(),
-            WorkerContext("train", rank, layout, 0, 1.0),
-            torch.device("cpu"),
-            tflop=step_tflop(MEASURED, rows),
-            tokens=sum(rows),
-            seconds=seconds[rank],
-        )
-        for rank in range(layout.world_size)
-        for rows in [lengths[layout.coordinates(rank).dp]]
-    ]
+    parts, cpu = [], torch.device("cpu")
+    for rank in range(layout.world_size):
+        context, rows = WorkerContext("train", rank, layout, 0, 1.0), lengths[layout.coordinates(rank).dp]
+        work = {"tflop": step_tflop(MEASURED, rows), "tokens": sum(rows), "seconds": seconds[rank]}
+        parts.append(throughput_metrics(PolicyConfig(), context, cpu, **work))  # type: ignore[arg-type]
     return merge_step_metrics(parts)
 
 

@@ -207,9 +207,7 @@ def of(model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float
         ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
     ],
 )
-def test_a_model_loads_however_it_is_written(
-    tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str
-) -> None:
+def test_equal_models_load_and_others_not(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str) -> None:
     """Another one is rejected with the keys that differ."""
     write_identity(tmp_path, of(saved))
     if message:
@@ -353,9 +351,7 @@ def test_a_check_finds_damaged_files(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)], ids=["single", "tp2pp2ep4"]
 )
-def test_an_import_holds_one_piece_more(
-    layout: ParallelLayout, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_holds_one_piece(layout: ParallelLayout, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, weights = checkpoint
     counter = CountingReader()
     monkeypatch.setattr(safetensors, "safe_open", counter)

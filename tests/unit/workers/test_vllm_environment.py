@@ -39,9 +39,7 @@ from tests.unit.workers.vllm_double import AsyncEngineDouble, state_of, states_o
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, "0,1,2"), ({VISIBLE: ""}, "0,1,2"), ({VISIBLE: "1"}, "1")])
-def test_all_gpus_are_visible_unless_some_chosen(
-    monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: str
-) -> None:
+def test_all_gpus_are_visible_or_those_chosen(monkeypatch: pytest.MonkeyPatch, before: dict[str, str], after: str) -> None:
     monkeypatch.setattr("dagrl.workers.vllm.environment.gpu_count", lambda: 3)
     environment = dict(before)
     show_host_gpus(environment)

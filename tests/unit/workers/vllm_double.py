@@ -32,12 +32,7 @@ class AsyncEngineDouble:
         self.now = 0.0
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: dict[str, Any],
-        params: int,
-        arrival_time: float | None = None,
-        lora_request: object = None,
+        self, request_id: str, prompt: dict[str, Any], params: int, arrival_time: Any = None, lora_request: Any = None
     ) -> None:
         assert request_id not in self.left and lora_request is None
         if not self.forgets:
