@@ -9,7 +9,7 @@ import numpy as np
 
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
-from tests.unit.runtime.unreadable import Unreadable
+from tests.unit.runtime.doubles import Unreadable
 
 ENGINES: dict[str, Any] = {
     "dagrl": {"executor": "compiled"},

@@ -21,7 +21,7 @@ from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
-from tests.unit.runtime.unreadable import Unreadable
+from tests.unit.runtime.doubles import Unreadable
 
 TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
 

@@ -54,7 +54,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role, methods_of
 from dagrl.graphs import phases
 from dagrl.refit.connect import refit
-from tests.unit.runtime.phase_worker import Both
+from tests.unit.runtime.doubles import Both
 
 layout = ParallelLayout(dp=2, tp=2)
 roles = {name: Role(name, layout, methods_of(Both)) for name in ("train", "generation")}

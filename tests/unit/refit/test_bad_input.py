@@ -1,6 +1,7 @@
 """Errors of a refit that are named before any byte is sent, and the connection of two groups."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -187,19 +188,11 @@ def test_a_slice_that_does_not_fit_its_tensor_is_rejected(name: str, tensor: str
         WeightSlice(name, ((0, 4),), tensor, local)
 
 
-class Worker:
-    def __init__(self, slices: Sequence[WeightSlice]) -> None:
-        self.slices = slices
-
-    def weight_slices(self) -> list[WeightSlice]:
-        return list(self.slices)
-
-
 class Group:
     """Has `call_function` like a worker group, and counts the returned slices."""
 
     def __init__(self, slices: Sequence[Sequence[WeightSlice]]) -> None:
-        self.workers = [Worker(one) for one in slices]
+        self.workers = [SimpleNamespace(weight_slices=partial(list, one)) for one in slices]
         self.role = SimpleNamespace(name="generation")
         self.returned = 0
         for rank, worker in enumerate(self.workers):
@@ -249,4 +242,4 @@ def test_the_kind_follows_from_the_devices(devices: list[str], kind: ChannelKind
 
 
 def test_a_worker_without_tensors_is_on_no_gpu() -> None:
-    assert device_of(Worker([])) == ""
+    assert device_of(SimpleNamespace(weight_slices=list)) == ""

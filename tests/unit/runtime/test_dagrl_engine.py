@@ -32,7 +32,7 @@ from dagrl.runtime.executors.ray_engine import RayGraph, compile_dag, driver_set
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
 from dagrl.runtime.passes import Hosts
 from dagrl.runtime.shapes import Batch
-from tests.unit.runtime.unreadable import Unreadable
+from tests.unit.runtime.doubles import Unreadable
 
 HEADER = Header("phase", 7, False, {"train": 0}, 10.0)
 LIMITS = GraphLimits(1 << 16, 1 << 12, max_in_flight=2, compile_s=5.0, replay_s=7.0, teardown_s=4.0)

@@ -22,18 +22,8 @@ from dagrl.errors import CheckpointError, DeadlineError, PhaseError, RunError, W
 from dagrl.runtime import failures
 from dagrl.runtime.deadline import BackgroundThread, Deadline, within
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.executors.node import (
-    DIED,
-    IDLE,
-    NO_ANSWER,
-    NodeCall,
-    Report,
-    Take,
-    drain_runs,
-    failed_packet,
-    install,
-    run_node,
-)
+from dagrl.runtime.executors import node as nodes
+from dagrl.runtime.executors.node import NodeCall, Report, Take, drain_runs, failed_packet, install, run_node
 from dagrl.runtime.failures import PendingReplay, collect_outcome
 from dagrl.runtime.replay import ReplayTiming, computing_s
 from dagrl.runtime.worker_group import WorkerGroup, call_together, gather
@@ -66,6 +56,7 @@ class Shard:
         return list(self.arrived)
 
 
+DIED, IDLE, NO_ANSWER = nodes.DIED, nodes.IDLE, nodes.NO_ANSWER
 BUSY = Report("train_step", 0, "train[0].step", "a stack", running_s=9.0)
 ELSEWHERE = Report("generate", 7, "generate", "another stack")
 

@@ -32,7 +32,7 @@ from dagrl.runtime.executors.edge import DRIVER, EdgeReader, EdgeSpec, EdgeWrite
 from dagrl.runtime.executors.loop import LoopNode, _loops, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.graph import Source
-from tests.unit.runtime.unreadable import Unreadable
+from tests.unit.runtime.doubles import Unreadable
 
 LIMIT = 32 << 20
 IN_FLIGHT = 2

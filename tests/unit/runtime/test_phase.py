@@ -26,7 +26,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.passes import DRIVER_PARTS, FAN_OUT, LARGE_BYTES, RELAY, Gathering, Hosts, with_relays
 from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase, replicas_per_graph
 from dagrl.runtime.shapes import Field
-from tests.unit.runtime.phase_worker import Both
+from tests.unit.runtime.doubles import Both
 
 
 class Worker:
@@ -356,7 +356,6 @@ DRAWINGS = [
     [drawing(pipeline, train=ParallelLayout(pp=3))],
     [drawing(outputs, train=ParallelLayout(tp=3)), drawing(pipeline, train=ParallelLayout(pp=2, tp=2))],
 ]
-EACH = pytest.mark.parametrize("drawings", DRAWINGS, ids=lambda item: "+".join(each.graph.phase for each in item))
 
 
 def expected_edges(item: Drawing) -> Counter[tuple[str, str]]:
@@ -366,7 +365,7 @@ def expected_edges(item: Drawing) -> Counter[tuple[str, str]]:
     return Counter(read | {(f"n{number}", "result") for number in item.graph.outputs})
 
 
-@EACH
+@pytest.mark.parametrize("drawings", DRAWINGS, ids=lambda item: "+".join(each.graph.phase for each in item))
 def test_mermaid_has_every_node_and_edge_once(drawings: list[Drawing]) -> None:
     lines = mermaid(drawings).splitlines()
     assert lines[0] == "flowchart LR"

@@ -30,7 +30,7 @@ from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.split import Codec
 from dagrl.runtime.worker_group import WorkerGroup
-from tests.unit.runtime.phase_worker import Both
+from tests.unit.runtime.doubles import Both
 
 BATCH = {"x": Field("int64"), "lengths": Field("int64", "row")}
 

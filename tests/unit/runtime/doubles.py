@@ -1,4 +1,17 @@
-"""A class with the methods that the shipped phases name; none is ever called."""
+"""A class with the methods that the shipped phases name, of which none is ever called, and a value that cannot be read."""
+
+from typing import NoReturn
+
+
+class Unreadable:
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _fail, ()
+
+
+def _fail() -> NoReturn:
+    raise ValueError("cannot be made again")
 
 
 class Both:
