@@ -116,11 +116,8 @@ def test_a_copy_finds_its_data_from_another_directory(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path / "elsewhere")
     path = load_config("../sft_quickstart.yaml").data.path
     assert path is not None and Path(path).samefile(tmp_path / "data" / "arithmetic.jsonl")
-
-
-def test_a_program_is_copied_with_the_data_of_its_command(tmp_path: Path) -> None:
-    assert main(["examples", "kto", "-o", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.rglob("*.*")} == {"kto.py", "judged.jsonl"}
+    assert main(["examples", "kto", "-o", str(tmp_path / "program")]) == 0, "with the data of its command"
+    assert {path.name for path in (tmp_path / "program").rglob("*.*")} == {"kto.py", "judged.jsonl"}
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -247,7 +247,7 @@ def test_neutral_parameters_are_accepted(served: Served) -> None:
     assert served.client.models.list().data[0].id == "policy"
 
 
-def test_unknown_keys_and_paths_are_rejected(served: Served) -> None:
+def test_unknown_keys_and_paths_and_too_many_requests_are_rejected(served: Served) -> None:
     stranger = openai.OpenAI(base_url=served.server.base_url, api_key="other", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="API key is not that of an episode"):
         stranger.models.list()
@@ -256,9 +256,6 @@ def test_unknown_keys_and_paths_are_rejected(served: Served) -> None:
     headers = {"Authorization": f"Bearer {served.episode.api_key}"}
     broken = httpx.post(f"{served.server.base_url}/chat/completions", content=b"{", headers=headers)
     assert broken.status_code == 400 and "Invalid JSON" in broken.json()["error"]["message"]
-
-
-def test_requests_of_an_episode_are_limited(served: Served) -> None:
     for _ in range(LIMITS.max_turns):
         served.chat(ASKED, "x")
     with pytest.raises(openai.BadRequestError, match=r"environment\.max_turns = 5"):

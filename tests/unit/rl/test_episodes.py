@@ -327,10 +327,7 @@ def test_requests_of_lower_cohorts_go_first_and_evenly(cohorts: list[int], shard
     assert max(map(len, sent)) - min(map(len, sent)) <= 1
     order = sorted(range(len(cohorts)), key=lambda request: (cohorts[request], request))
     assert sorted(ids) == sorted(order[: len(ids)])
-
-
-def test_the_shard_with_the_most_free_slots_is_filled_first() -> None:
-    loads = [ShardLoad(4, {7, 8, 9}), ShardLoad(0), ShardLoad(4, {6})]
+    loads = [ShardLoad(4, {7, 8, 9}), ShardLoad(0), ShardLoad(4, {6})]  # the shard with the most free slots is filled first
     assert dispatch(dict.fromkeys(range(6), 0), loads) == [[2], [], [0, 1, 3]]
 
 

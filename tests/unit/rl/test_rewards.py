@@ -216,20 +216,17 @@ def test_the_event_loop_is_shared_by_all_calls(function: str, batched: bool) -> 
             assert rewarded(runner, ["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
 
 
-def test_a_hanging_coroutine_fails_alone_without_a_retry(tmp_path: Path) -> None:
+def test_single_samples_are_not_retried_and_a_hanging_coroutine_fails_alone(tmp_path: Path) -> None:
+    noted = tmp_path / "call"
+    with RewardRunner(config_of("noted", max_failed_share=1.0)) as runner:
+        assert rewards_of(runner.submit([str(noted)], ["raise"], ["r"]).result()).message.startswith("ValueError: no such")
+    assert noted.read_text() == "raise\n"
     noted = tmp_path / "calls"
     with RewardRunner(config_of("stuck", batched=False, timeout_s=0.5)) as runner:
         rewards = rewarded(runner, [str(noted)] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
     assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert (rewards.failed, rewards.message.partition(" (")[0]) == (1, "no answer within reward.timeout_s = 0.5 s")
-
-
-def test_a_single_sample_is_not_retried(tmp_path: Path) -> None:
-    noted = tmp_path / "calls"
-    with RewardRunner(config_of("noted", max_failed_share=1.0)) as runner:
-        assert rewards_of(runner.submit([str(noted)], ["raise"], ["r"]).result()).message.startswith("ValueError: no such")
-    assert noted.read_text() == "raise\n"
 
 
 def test_too_many_failures_end_the_run() -> None:
