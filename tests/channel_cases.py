@@ -218,14 +218,9 @@ def refit_plan(size: int, devices: Sequence[str] = ()) -> RefitPlan:
     half = size // 2
     layout = ParallelLayout(dp=half, ep=half)
     sources = [megatron_weight_slices(CONFIG, layout, rank) for rank in range(half)]
-    return plan_refit(
-        sources,
-        [reference.vllm_weight_slices(CONFIG, reference.VllmRank(half, rank)) for rank in range(half)],
-        dtype="float32",
-        bucket_bytes=20_000,
-        direct_bytes=2_000,  # some messages of each bucket are direct, at one end or both
-        devices=devices,
-    )
+    targets = [reference.vllm_weight_slices(CONFIG, reference.VllmRank(half, rank)) for rank in range(half)]
+    # Some messages of each bucket are direct, at one end or both.
+    return plan_refit(sources, targets, dtype="float32", bucket_bytes=20_000, direct_bytes=2_000, devices=devices)
 
 
 def sent_and_expected(size: int, rank: int) -> tuple[bool, reference.Weights]:

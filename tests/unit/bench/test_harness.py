@@ -182,27 +182,21 @@ def run_jobs(out: Path, every: list[Job], answers: dict[str, tuple[str, str]], m
 
 
 def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {  # output, error, result and note of each
+        "good": ("", "", "passed", ""),
+        "bad": ("the reason", "ended with exit code 3", "FAILED", "ended with exit code 3"),
+        "slow": ("", "took longer than 2 s", "FAILED", "took longer than 2 s"),
+        "large": ("", "", "left out", "needs 8 GPUs, found 0"),
+        "skipped": ("3 skipped in 1 s", "ended with exit code 5", "left out", "ended with exit code 5; 3 skipped in 1 s"),
+        "tested": ("=== 3 passed, 2 skipped in 0.01s ===", "", "passed", "3 passed, 2 skipped in 0.01s"),
+    }
     parts = {"skipped": "tests", "tested": "tests"}
-    names = ("good", "bad", "slow", "large", "skipped", "tested")
-    every = [Job(parts.get(name, "step"), name, (name,), gpus=8 if name == "large" else 0) for name in names]
-    answers = {
-        "good": ("", ""),
-        "bad": ("the reason", "ended with exit code 3"),
-        "slow": ("", "took longer than 2 s"),
-        "skipped": ("3 skipped in 0.01s", "ended with exit code 5"),
-        "tested": ("=== 3 passed, 2 skipped in 0.01s ===", ""),
-    }
+    every = [Job(parts.get(name, "step"), name, (name,), gpus=8 if name == "large" else 0) for name in rows]
     (tmp_path / "good.json").write_text("{}")
-    assert run_jobs(tmp_path, every, answers, monkeypatch) == 2
+    assert run_jobs(tmp_path, every, {name: row[:2] for name, row in rows.items()}, monkeypatch) == 2
     actual = json.loads((tmp_path / "jobs.json").read_text())
-    assert {name: (row["result"], row["note"]) for name, row in actual.items()} == {
-        "good": ("passed", ""),
-        "bad": ("FAILED", "ended with exit code 3"),
-        "slow": ("FAILED", "took longer than 2 s"),
-        "large": ("left out", "needs 8 GPUs, found 0"),
-        "skipped": ("left out", "ended with exit code 5; 3 skipped in 0.01s"),
-        "tested": ("passed", "3 passed, 2 skipped in 0.01s"),
-    }
+    found = {name: (row["result"], row["note"]) for name, row in actual.items()}
+    assert found == {name: row[2:] for name, row in rows.items()}
     page = (tmp_path / "README.md").read_text()
     assert re.search(r"\| good \| passed \| [\d.]+ \|  \| \S* \| \[json\]\(good\.json\) \[log\]\(good\.log\) \|", page)
 

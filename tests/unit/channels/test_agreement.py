@@ -170,14 +170,8 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens a channel over a communicator, without NCCL and without a GPU."""
 
     def opened(communicator: Communicator) -> NcclChannel:
-        nccl = SimpleNamespace(
-            NcclError=NcclError,
-            NCCL_UINT8=1,
-            groupStart=lambda: None,
-            groupEnd=lambda: None,
-            get_unique_id=lambda: b"id",
-            NcclCommunicator=lambda *_: communicator,
-        )
+        nccl = Mock(NcclError=NcclError, NCCL_UINT8=1, NcclCommunicator=lambda *_: communicator)
+        nccl.get_unique_id.return_value = b"id"
         monkeypatch.setattr(module, "_import_nccl", lambda: nccl)
         monkeypatch.setattr("dagrl.channels.base.open_store", lambda spec: HashStore())
         monkeypatch.setattr(Agreement, "abort", lambda agreement, reason: communicator.told.set())

@@ -4,7 +4,7 @@ import gc
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -70,15 +70,9 @@ def check_megatron_to_vllm(
     expected = [vllm_tensors(weights, config, tp, rank.tp_rank, ep) for rank in ranks]
     if aliases and tied_head == "two names":
         held = [name_again(mine, EMBEDDING, tensors) for mine, tensors in zip(held, sources, strict=True)]
-    plan = plan_refit(
-        held,
-        wanted,
-        dtype="float32",
-        aliases=aliases,
-        bucket_bytes=bucket_bytes,
-        hosts=[rank // ranks_a_host for rank in range(size)] if ranks_a_host else None,
-        direct_bytes=direct_bytes,
-    )
+    hosts = [rank // ranks_a_host for rank in range(size)] if ranks_a_host else None
+    options: Any = {"aliases": aliases, "bucket_bytes": bucket_bytes, "hosts": hosts, "direct_bytes": direct_bytes}
+    plan = plan_refit(held, wanted, dtype="float32", **options)
     for mine, slices in zip(expected, wanted, strict=True):
         kept = {one.tensor for one in expand(slices) if one.dtype}
         mine.update({name: tensor.to(dtype) for name, tensor in mine.items() if name not in kept})
@@ -126,13 +120,9 @@ def test_random_grids_of_sources_that_overlap(data: st.DataObject) -> None:
     whole = torch.arange(1, volume(tuple((0, size) for size in shape)) + 1, dtype=torch.float32).view(shape)
     boxes = [box for _ in range(data.draw(st.integers(1, 3))) for box in grid()]
     wanted = grid()
-    plan = plan_refit(
-        [[held(box)] for box in boxes],
-        [[held(box)] for box in wanted],
-        dtype="float32",
-        bucket_bytes=64,
-        direct_bytes=data.draw(st.sampled_from([1, 20, DIRECT_BYTES])),
-    )
+    direct = data.draw(st.sampled_from([1, 20, DIRECT_BYTES]))
+    sides = ([[held(box)] for box in side] for side in (boxes, wanted))
+    plan = plan_refit(*sides, dtype="float32", bucket_bytes=64, direct_bytes=direct)
     sources = [{"t": whole[tuple(slice(a, b) for a, b in box)]} for box in boxes]
     built = [{"t": torch.zeros([b - a for a, b in box])} for box in wanted]
     run_refit(plan, [*sources, *built])

@@ -93,11 +93,8 @@ def test_experts_that_transformers_transposes_are_described_as_published(tmp_pat
     assert len(own) == 2 and published[own[0]].shape != saved[own[0]].shape
 
 
-class Float8Tensor(Tensor):
-    """A test double of Transformer Engine's FP8 tensor, in which only the class matters."""
-
-
-Float8Tensor.__module__ = "transformer_engine.pytorch.tensor.float8_tensor"
+FORM = "transformer_engine.pytorch.tensor.float8_tensor"
+Float8Tensor = type("Float8Tensor", (Tensor,), {"__module__": FORM})  # of which only the class matters
 
 
 def test_tensors_in_a_form_of_their_own_are_refused() -> None:

@@ -52,17 +52,10 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
 def model_configs(draw: st.DrawFn) -> Config:
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     model_type = draw(st.sampled_from(TYPES))
-    config = model_config(
-        model_type,
-        hidden_size=4 * draw(st.integers(1, 3)),
-        num_hidden_layers=draw(st.sampled_from([1, 2, 3, 4])),
-        num_key_value_heads=kv_heads,
-        num_attention_heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
-        head_dim=draw(st.sampled_from([2, 4])),
-        intermediate_size=4 * draw(st.integers(1, 4)),
-        vocab_size=draw(st.integers(1, 700)),
-        tie_word_embeddings=draw(st.booleans()),
-    )
+    config = model_config(model_type, num_hidden_layers=draw(st.sampled_from([1, 2, 3, 4])), num_key_value_heads=kv_heads)
+    config |= {"hidden_size": 4 * draw(st.integers(1, 3)), "intermediate_size": 4 * draw(st.integers(1, 4))}
+    config |= {"num_attention_heads": kv_heads * draw(st.sampled_from([1, 2, 4])), "head_dim": draw(st.sampled_from([2, 4]))}
+    config |= {"vocab_size": draw(st.integers(1, 700)), "tie_word_embeddings": draw(st.booleans())}
     experts, width = draw(st.sampled_from([2, 4])), 4 * draw(st.integers(1, 3))
     if model_type == "qwen3_moe":
         sparse = {"decoder_sparse_step": draw(st.sampled_from([1, 2])), "mlp_only_layers": draw(st.sampled_from([[], [0]]))}

@@ -48,10 +48,8 @@ def check_bound(value: object) -> None:
 SCALARS = (
     st.none() | st.booleans() | st.floats() | st.integers() | st.integers(-(2**4000), 2**4000) | st.text() | st.binary()
 )
-ARRAYS = arrays.arrays(
-    dtype=arrays.scalar_dtypes() | arrays.array_dtypes(),
-    shape=arrays.array_shapes(min_dims=0, max_dims=6, min_side=0, max_side=4),
-)
+SHAPES = arrays.array_shapes(min_dims=0, max_dims=6, min_side=0, max_side=4)
+ARRAYS = arrays.arrays(arrays.scalar_dtypes() | arrays.array_dtypes(), SHAPES)
 VALUES = st.recursive(
     SCALARS | ARRAYS,
     lambda inner: (

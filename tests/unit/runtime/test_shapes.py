@@ -92,11 +92,8 @@ def test_fields_and_scalars_are_added_to_a_copy() -> None:
 def test_warmup_batches_are_full() -> None:
     spec = {"tokens": Field("int64"), "ids": Field("int32", "row"), "lengths": Field("int64", "row")}
     batch = empty_batch(spec, Bucket(3, 5), {"lr": 1.0})
-    assert {name: (array.shape, str(array.dtype)) for name, array in batch.fields.items()} == {
-        "tokens": ((3, 5), "int64"),
-        "ids": ((3,), "int32"),
-        "lengths": ((3,), "int64"),
-    }
+    found = {name: (array.shape, str(array.dtype)) for name, array in batch.fields.items()}
+    assert found == {"tokens": ((3, 5), "int64"), "ids": ((3,), "int32"), "lengths": ((3,), "int64")}
     assert batch["lengths"].tolist() == [5, 5, 5]
     assert batch.scalars == {"lr": 1.0}
     assert set(batch["tokens"].flat) == {1}

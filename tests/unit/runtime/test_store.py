@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -59,14 +58,6 @@ def test_a_reserved_port_is_kept_for_a_store() -> None:
         TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=1))
 
 
-@pytest.fixture
-def released() -> Iterator[threading.Event]:
-    """Set at the end, for threads that still wait."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 def nccl_group(abort: Any) -> Any:
     return SimpleNamespace(name=lambda: "nccl", abort=abort)
 
@@ -77,15 +68,16 @@ def test_communicators_that_end_only_together_are_aborted_at_once() -> None:
     assert break_groups([nccl_group(together.wait), nccl_group(together.wait)], [together.wait])
 
 
-def test_a_communicator_that_does_not_end_delays_no_other(
-    released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_communicator_that_does_not_end_delays_no_other(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A CUDA graph refers to it. The others are aborted all the same."""
     monkeypatch.setattr(process_groups, "ABORT_S", 0.2)
-    aborted = threading.Event()
-    assert not break_groups([nccl_group(released.wait), nccl_group(aborted.set)])
-    assert aborted.is_set()
-    assert "1 NCCL communicators are still alive 0.2 s after they were aborted" in caplog.text
+    released, aborted = threading.Event(), threading.Event()
+    try:
+        assert not break_groups([nccl_group(released.wait), nccl_group(aborted.set)])
+        assert aborted.is_set()
+        assert "1 NCCL communicators are still alive 0.2 s after they were aborted" in caplog.text
+    finally:
+        released.set()
 
 
 def test_an_abort_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -353,15 +353,12 @@ def test_rates_cover_all_optimizer_steps() -> None:
     assert found[metrics.TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(100 / 4 / 2)
 
 
+PEAKS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H20": 148.0, "NVIDIA A100-SXM4-80GB": 312.0, "": None}
+
+
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.0),
-        ("NVIDIA H20", "bfloat16", 148.0),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
-        ("NVIDIA H200", "float32", None),
-        ("", "bfloat16", None),
-    ],
+    [*((name, "bfloat16", peak) for name, peak in PEAKS.items()), ("NVIDIA H200", "float32", None)],
 )
 def test_peaks_by_device_name(device: str, precision: str, peak: float | None) -> None:
     assert peak_tflops(device, precision) == peak

@@ -4,7 +4,7 @@ import re
 import threading
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -440,13 +440,7 @@ def test_a_request_that_vllm_loses_raises(engine: QuantumEngine, vllm: AsyncEngi
 
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")  # of vLLM's `LogprobsLists`
 Logprobs = namedtuple("Logprobs", FIELDS, defaults=[None])
-
-
-@dataclass
-class Output:
-    req_ids: list[str]
-    sampled_token_ids: list[list[int]]
-    logprobs: Any
+Output = make_dataclass("Output", ["req_ids", "sampled_token_ids", "logprobs"])
 
 
 def test_replayed_steps_join_like_others() -> None:
