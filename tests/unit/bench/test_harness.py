@@ -48,6 +48,13 @@ from tests.refit_mappings import TABLE, RefitMapping, configuration
 from tests.unit.run.test_memory import H200, bench_config
 
 
+@pytest.fixture(autouse=True)
+def _no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the programs that benchmarks ask: git and nvidia-smi."""
+    for module in (report, run_all):
+        monkeypatch.setattr(module, "output_of", lambda *command: "")
+
+
 def options(module: Any, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)

@@ -450,14 +450,13 @@ def test_every_second_with_a_worker_computing_counts_once(replays: list[ReplayTi
     assert computing_s(reversed(replays)) == pytest.approx(seconds)
 
 
+raises = Mock(side_effect=ValueError("no such thing"))
+
+
 def test_within_returns_or_raises_what_the_call_does() -> None:
     assert within(20.0, lambda: threading.current_thread().name, "asks") == "asks"
     with pytest.raises(ValueError, match="no such thing"):
         within(20.0, raises, "asks")
-
-
-def raises() -> None:
-    raise ValueError("no such thing")
 
 
 def test_a_call_that_does_not_end_is_abandoned() -> None:

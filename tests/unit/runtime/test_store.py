@@ -18,13 +18,12 @@ from dagrl.runtime.process_groups import break_groups
 from dagrl.runtime.store import open_tcp_store, reserve_port
 
 WAIT = timedelta(seconds=30)
-LISTENING = "0A"
 
 
 def listeners(port: int) -> set[str]:
     """The local addresses, in hexadecimal, at which something on this machine listens on `port`."""
     rows = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
-    places = [row[1].split(":") for row in rows if row[3] == LISTENING]
+    places = [row[1].split(":") for row in rows if row[3] == "0A"]  # that listen
     return {address for address, number in places if int(number, 16) == port}
 
 

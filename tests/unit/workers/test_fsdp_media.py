@@ -267,7 +267,6 @@ def test_packed_rows_with_equal_images_stay_together() -> None:
 
 def test_a_sequence_with_one_image_is_cut_as_its_processor_cuts_one() -> None:
     """LLaVA-OneVision's cuts it into tiles, and several images of a conversation not."""
-
     model, processor = make_image_model("LlavaOnevisionForConditionalGeneration", seed=0)
     images = {number: Image.new("RGB", (70, 40), (60 * number, 90, 30)) for number in (1, 2, 3)}
     inputs = MediaInputs(base_of(model), processor, images.__getitem__)
@@ -322,7 +321,6 @@ def test_a_run_that_resumes_has_the_model_that_it_wrote(tmp_path: Path) -> None:
 def test_adapters_are_those_of_the_language_part(family: Family, folder: Path) -> None:  # noqa: F811
     """Hidden states are those of transformers' model with PEFT's own adapters, which has no others."""
     pytest.importorskip("peft")
-
     model, settings = deepcopy(model_of(family)), PeftConfig(enabled=True, dim=2)
     add_adapters(model, settings)
     held = Adapters(model, settings).held

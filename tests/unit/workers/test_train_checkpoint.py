@@ -283,12 +283,8 @@ class _Slice:
 
 def parameters() -> dict[str, torch.Tensor]:
     """Returns random weights of the whole model by Hugging Face name."""
-    shapes: dict[str, list[int]] = {}
-    for piece in expand(megatron_weight_slices(MODEL, ParallelLayout(), 0)):
-        known = shapes.setdefault(piece.name, [0] * len(piece.box))
-        shapes[piece.name] = [max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True)]
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in parameter_shapes(MODEL).items()}
 
 
 def local_tensors(slices: list[WeightSlice]) -> dict[str, torch.Tensor]:

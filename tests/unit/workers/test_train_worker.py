@@ -44,10 +44,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Make = Callable[..., Any]
 
 
-def address() -> str:
-    return f"127.0.0.1:{reserve_port()}"
-
-
 @pytest.fixture
 def make(model: Path) -> Iterator[Make]:
     """Starts a worker and ends the one before, as a process has one default group."""
@@ -59,7 +55,7 @@ def make(model: Path) -> Iterator[Make]:
         config = reference.make_config(model, backend="fsdp", **policy)
         running.append(kind(WorkerContext("train", 0, ParallelLayout()), config))
         running[0].prepare()
-        running[0].setup(address())
+        running[0].setup(f"127.0.0.1:{reserve_port()}")
         return running[0]
 
     yield start
@@ -252,7 +248,7 @@ def test_an_aborted_worker_raises_until_it_is_reset(make: Make) -> None:
     assert worker.reset()
     with pytest.raises(RunError, match="not set up"):
         worker.logprobs(batch)
-    worker.setup(address())
+    worker.setup(f"127.0.0.1:{reserve_port()}")
     assert worker.logprobs(batch) is not None
 
 
