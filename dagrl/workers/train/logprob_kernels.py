@@ -67,29 +67,29 @@ def _row_sums(  # type: ignore[no-untyped-def]
 ):
     """One row per program. Online softmax sums (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
-    top = -1.0e30
-    total = 0.0
-    weighted = 0.0
+    place, top = tl.arange(0, COLUMNS), -1.0e30
+    total = tl.zeros((COLUMNS,), tl.float32)  # of each place in a tile, so that a tile has one reduction
+    weighted = total
+    ahead = tl.load(logits + row * stride + place, mask=place < size, other=-1.0e30)
     for start in range(0, size, COLUMNS):
-        at = start + tl.arange(0, COLUMNS)
-        here = at < size
-        values = tl.load(logits + row * stride + at, mask=here, other=-1.0e30)
+        values, at = ahead, start + place
+        ahead = tl.load(logits + row * stride + at + COLUMNS, mask=at + COLUMNS < size, other=-1.0e30)
         higher = tl.maximum(top, tl.max(values, 0))
         relative = values - higher
-        exponentials = tl.where(here, tl.exp(relative), 0.0)
+        exponentials = tl.where(at < size, tl.exp(relative), 0.0)
         if KEEP:
-            tl.store(kept + row * kept_stride + at, exponentials.to(kept.dtype.element_ty), mask=here)
+            tl.store(kept + row * kept_stride + at, exponentials.to(kept.dtype.element_ty), mask=at < size)
             tl.store(tops + row * tops_stride + start // COLUMNS, higher)
         shift = top - higher
         factor = tl.exp(shift)
-        weighted = (weighted + total * shift) * factor + tl.sum(tl.where(here, exponentials * relative, 0.0), 0)
-        total = total * factor + tl.sum(exponentials, 0)
+        weighted = (weighted + total * shift) * factor + tl.where(at < size, exponentials * relative, 0.0)
+        total = total * factor + exponentials
         top = higher
     label = tl.load(columns + row)
     value = tl.load(logits + row * stride + label)
     tl.store(highest + row, top)
-    tl.store(sums + row, total)
-    tl.store(sums + rows + row, weighted)
+    tl.store(sums + row, tl.sum(total, 0))
+    tl.store(sums + rows + row, tl.sum(weighted, 0))
     tl.store(sums + 2 * rows + row, tl.where(tl.load(inside + row), value, 0.0))
 
 
