@@ -60,6 +60,40 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("shape", [large((4096, 2, 8, 2, 128)), (70, 3, 2, 4, 128), (9, 2, 3, 1, 48)], ids=str)
+def test_heads_are_split_normalized_and_rotated(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dagrl.workers.megatron import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "HEAD_PROGRAMS", 64)
+    length, batch, groups, ratio, size = shape
+    mixed = torch.randn(length, batch, groups, (ratio + 2) * size, device=DEVICE, dtype=dtype, requires_grad=True)
+    norms = [torch.randn(size, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(2)]
+    half = torch.rand(length, 1, 1, size // 2, device=DEVICE) * 100
+    angles = torch.cat((half, half), -1)
+    exact, *exact_norms = (value.detach().double().requires_grad_() for value in (mixed, *norms))
+    queries, keys, values = torch.split(exact, [ratio * size, size, size], 3)
+
+    def turned(states: Tensor, norm: Tensor) -> Tensor:
+        normed = torch.nn.functional.rms_norm(states, (size,), norm, 1e-6)
+        first, second = normed.chunk(2, -1)
+        return normed * angles.double().cos() + torch.cat((-second, first), -1) * angles.double().sin()
+
+    split = queries.reshape(length, batch, -1, size)
+    expected = [turned(split, exact_norms[0]), turned(keys, exact_norms[1]), values]
+    found = triton_kernels.split_heads(mixed, (norms[0], norms[1]), 1e-6, angles)
+    uppers = [
+        torch.randn(batch, one.shape[2], length, size, device=DEVICE, dtype=dtype).permute(2, 0, 1, 3) for one in found
+    ]
+    gradients = torch.autograd.grad(found, (mixed, *norms), uppers)
+    truths = torch.autograd.grad(expected, (exact, *exact_norms), [upper.double() for upper in uppers])
+    for mine, truth in zip((*found, *gradients), (*expected, *truths), strict=True):
+        assert mine.shape == truth.shape and mine.dtype is dtype
+        close(mine, truth, dtype)
+
+
+@dtypes
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("shape", [large((4096, 2, 6144)), (33, 2, 100), (0, 64), (1, 2), (700, 1536)], ids=str)
 def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -64,6 +65,32 @@ class RMSNorm(torch.nn.RMSNorm):
 
         assert self.eps is not None
         return rms_norm(states, self.weight, self.eps)
+
+
+class NormedHeads(SelfAttention):  # type: ignore[misc]
+    """Attention whose queries and keys are normalized. On GPUs one kernel also splits and rotates them."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *_: Any, rotary_pos_emb: Any = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns [s, b, hidden size] of `hidden_states`, and no bias. `rotary_pos_emb`: angles [s, 1, 1, rotated]."""
+        whole = rotary_pos_emb is not None and rotary_pos_emb.shape[-1] == self.hidden_size_per_attention_head
+        # Tensor-parallel workers that share a key choose their queries in Megatron's own code.
+        own_keys = self.config.num_query_groups >= parallel_state.get_tensor_model_parallel_world_size()
+        self._angles = rotary_pos_emb if hidden_states.is_cuda and whole and own_keys else None
+        rotates = None if self._angles is not None else rotary_pos_emb
+        out: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, rotary_pos_emb=rotates, **options)
+        return out
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Any:
+        """Returns queries [s, b, heads, d], and keys and values [s, b, kv_heads, d]."""
+        if self._angles is None:
+            return super().get_query_key_value_tensors(hidden_states, *inputs, **options)
+        from dagrl.workers.megatron.triton_kernels import split_heads
+
+        mixed, _ = super().get_query_key_value_tensors(hidden_states, *inputs, **options | {"split_qkv": False})
+        norms = self.q_layernorm.weight, self.k_layernorm.weight
+        return split_heads(mixed, norms, self.q_layernorm.eps, self._angles)
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]

@@ -28,7 +28,7 @@ from dagrl.config import MegatronConfig, PolicyConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import Architecture
-from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
+from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, NormedHeads, RMSNorm
 from dagrl.workers.megatron.experts import GroupedExperts, LocalDispatcher, experts_last_first
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.latent import LatentAttention
@@ -396,6 +396,7 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
             layer.submodules.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif config.qk_layernorm:
+            layer.submodules.self_attention.module = NormedHeads
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         use_expert_parts(parts, GroupedExperts, Router)
     return block

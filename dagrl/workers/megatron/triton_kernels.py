@@ -17,6 +17,8 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096  # elements of a tile: rows times padded row length
 SWIGLU_BLOCK = 1024  # columns that a program of SwiGLU reads at once
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
+HEAD_PROGRAMS = 4096  # programs that each sum the weight gradients of heads' norms over their tokens
+HEAD_WARPS, HEAD_STAGES = 4, 2  # of each such program; stages: loads of so many tokens are under way at once
 SUM_BLOCK = 1024  # columns that a program sums over experts
 ZERO_BLOCK = 4096  # elements that a program fills with zeros
 
@@ -44,6 +46,16 @@ def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     assert not interleaved, "rotary_interleaved is never set"
     rotated: Tensor = _Rotate.apply(states, angles)  # type: ignore[no-untyped-call]
     return rotated
+
+
+def split_heads(mixed: Tensor, norms: tuple[Tensor, Tensor], eps: float, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits `mixed` [s, b, groups, (r + 2) d]: r queries, a key and a value of d numbers in each group.
+
+    Returns queries [s, b, groups r, d] and keys [s, b, groups, d], normalized with the weights `norms` [d] and rotated by
+    `angles` [s, 1, 1, d], rounded once, and the values.
+    """
+    heads: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(mixed, *norms, eps, angles)  # type: ignore[no-untyped-call]
+    return heads
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -106,6 +118,136 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     target = rotated + (token * heads + head) * size + column
     tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
     tl.store(target + half, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, query_norm: Tensor, key_norm: Tensor, eps: float, angles: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, size = mixed.contiguous(), len(query_norm)
+        (length, batch, groups, width), ctx.eps = mixed.shape, eps
+        queries = mixed.new_empty(length, batch, groups * (width // size - 2), size)
+        keys = mixed.new_empty(length, batch, groups, size)
+        values = mixed.detach().view(length, batch, groups, -1, size)[..., -1, :]  # a view: saved with `mixed`, never copied
+        ctx.save_for_backward(mixed, query_norm, key_norm, angles)
+        _run_heads((mixed, query_norm, key_norm, angles), (queries, keys, values), mixed, mixed, eps, backward=False)
+        return queries, keys, values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        inputs = mixed, query_norm, key_norm, _ = ctx.saved_tensors
+        heads = tuple(grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
+        grad, parts = torch.empty_like(mixed), torch.empty(HEAD_PROGRAMS, 2, len(query_norm), device=mixed.device)
+        _run_heads(inputs, heads, grad, parts, ctx.eps, backward=True)
+        of_queries, of_keys = parts.sum(0)
+        return grad, of_queries.to(query_norm.dtype), of_keys.to(key_norm.dtype), None, None
+
+
+def _run_heads(
+    inputs: tuple[Tensor, ...], heads: tuple[Tensor, ...], grad: Tensor, parts: Tensor, eps: float, *, backward: bool
+) -> None:
+    (length, batch, groups, width), size = inputs[0].shape, len(inputs[1])
+    strides = *(stride for head in heads for stride in head.stride()[:3]), inputs[3].stride(0)
+    blocks = triton.next_power_of_2(groups), size // 2, triton.next_power_of_2(size // 2)
+    sizes = length * batch, batch, *strides, eps, groups, width // size - 2, *blocks
+    _heads_kernel[(HEAD_PROGRAMS,)](*inputs, *heads, grad, parts, *sizes, HEAD_STAGES, backward, num_warps=HEAD_WARPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    mixed,
+    query_norm,
+    key_norm,
+    angles,
+    queries,
+    keys,
+    values,
+    grad,
+    parts,
+    tokens,
+    batch,
+    query_s,
+    query_b,
+    query_h,
+    key_s,
+    key_b,
+    key_h,
+    value_s,
+    value_b,
+    value_h,
+    stride_angle,
+    eps,
+    groups: tl.constexpr,
+    ratio: tl.constexpr,
+    block: tl.constexpr,
+    half: tl.constexpr,
+    half_block: tl.constexpr,
+    stages: tl.constexpr,
+    backward: tl.constexpr,
+):
+    """Writes `queries` and `keys`; with `backward` reads their and `values`' gradients, and writes `grad` and `parts`.
+
+    A program takes consecutive tokens, whose next loads it has under way, and of a token one head of every group at a time.
+    """
+    column, size = tl.arange(0, half_block)[None, :], 2 * half
+    real, group = column < half, tl.arange(0, block).to(tl.int64)[:, None]
+    here = real & (group < groups)
+    query_1 = tl.load(query_norm + column, mask=real, other=0.0).to(tl.float32)
+    query_2 = tl.load(query_norm + half + column, mask=real, other=0.0).to(tl.float32)
+    key_1 = tl.load(key_norm + column, mask=real, other=0.0).to(tl.float32)
+    key_2 = tl.load(key_norm + half + column, mask=real, other=0.0).to(tl.float32)
+    total_1, total_2 = tl.zeros((block, half_block), tl.float32), tl.zeros((block, half_block), tl.float32)
+    total_3, total_4 = tl.zeros((block, half_block), tl.float32), tl.zeros((block, half_block), tl.float32)
+    cos, sin = tl.zeros((1, half_block), tl.float32), tl.zeros((1, half_block), tl.float32)
+    turns = tl.cdiv(tokens, tl.num_programs(0))
+    begin = tl.program_id(0) * turns
+    for token in tl.range(begin, tl.minimum(begin + turns, tokens), num_stages=stages):
+        position, row = tl.cast(token // batch, tl.int64), tl.cast(token % batch, tl.int64)
+        if (token == begin) | (token % batch == 0):
+            angle = tl.load(angles + position * stride_angle + column, mask=real, other=0.0)
+            cos, sin = tl.cos(angle), tl.sin(angle)
+        place = (tl.cast(token, tl.int64) * groups + group) * ((ratio + 2) * size) + column
+        for slot in tl.static_range(ratio + 1):
+            if slot < ratio:
+                head = queries + position * query_s + row * query_b + (group * ratio + slot) * query_h + column
+                gain_1, gain_2 = query_1, query_2
+            else:
+                head, gain_1, gain_2 = keys + position * key_s + row * key_b + group * key_h + column, key_1, key_2
+            at = place + slot * size
+            first = tl.load(mixed + at, mask=here, other=0.0).to(tl.float32)
+            second = tl.load(mixed + at + half, mask=here, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=1) / size + eps)[:, None]
+            unit_1, unit_2 = first * scale, second * scale
+            if backward:
+                upper_1 = tl.load(head, mask=here, other=0.0).to(tl.float32)
+                upper_2 = tl.load(head + half, mask=here, other=0.0).to(tl.float32)
+                turned_1, turned_2 = upper_1 * cos + upper_2 * sin, upper_2 * cos - upper_1 * sin
+                if slot < ratio:
+                    total_1 += turned_1 * unit_1
+                    total_2 += turned_2 * unit_2
+                else:
+                    total_3 += turned_1 * unit_1
+                    total_4 += turned_2 * unit_2
+                scaled_1, scaled_2 = turned_1 * gain_1, turned_2 * gain_2
+                mean = tl.sum(scaled_1 * unit_1 + scaled_2 * unit_2, axis=1)[:, None] / size
+                tl.store(grad + at, ((scaled_1 - unit_1 * mean) * scale).to(grad.dtype.element_ty), mask=here)
+                tl.store(grad + at + half, ((scaled_2 - unit_2 * mean) * scale).to(grad.dtype.element_ty), mask=here)
+            else:
+                normed_1, normed_2 = unit_1 * gain_1, unit_2 * gain_2
+                tl.store(head, (normed_1 * cos - normed_2 * sin).to(head.dtype.element_ty), mask=here)
+                tl.store(head + half, (normed_2 * cos + normed_1 * sin).to(head.dtype.element_ty), mask=here)
+        if backward:
+            value = values + position * value_s + row * value_b + group * value_h + column
+            target = grad + place + (ratio + 1) * size
+            tl.store(target, tl.load(value, mask=here), mask=here)
+            tl.store(target + half, tl.load(value + half, mask=here), mask=here)
+    if backward:
+        part, inside = parts + tl.program_id(0) * (2 * size) + tl.arange(0, half_block), tl.arange(0, half_block) < half
+        tl.store(part, tl.sum(total_1, axis=0), mask=inside)
+        tl.store(part + half, tl.sum(total_2, axis=0), mask=inside)
+        tl.store(part + size, tl.sum(total_3, axis=0), mask=inside)
+        tl.store(part + size + half, tl.sum(total_4, axis=0), mask=inside)
 
 
 class _Swiglu(torch.autograd.Function):
