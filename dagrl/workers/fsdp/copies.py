@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from dagrl.workers.fsdp.products import AddingLinear, parameters_of_copies
-
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
 
 
@@ -105,15 +103,13 @@ class ComputeCopies:
     """Copies that take the place of a model's parameters from `gather` to `free`, and have memory only then.
 
     Parameters that have the dtype already stay. The gradient of a copy is added to its parameter's, in float32, as soon as
-    a backward pass has computed it; an `nn.Linear` without a bias becomes an `AddingLinear`.
+    a backward pass has computed it.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._places = [place for place in _places(model) if place[2].dtype != dtype]
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight has several places
-        for module, _, parameter in self._places:
-            if type(module) is nn.Linear and getattr(module, "bias", None) is None and parameter.requires_grad:
-                module.__class__ = AddingLinear
+        for _, _, parameter in self._places:
             if parameter not in self._copies:
                 copy = nn.Parameter(torch.empty_like(parameter, dtype=dtype), parameter.requires_grad)
                 if parameter.requires_grad:
@@ -131,7 +127,6 @@ class ComputeCopies:
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_([*self._copies.values()], [*self._copies])
-            parameters_of_copies.update((copy.data_ptr(), parameter) for parameter, copy in self._copies.items())
         for module, name, parameter in self._places:
             module._parameters[name] = self._copies[parameter]
         self._gathered = True
@@ -143,7 +138,6 @@ class ComputeCopies:
         for module, name, parameter in self._places:
             module._parameters[name] = parameter
         for copy in self._copies.values():
-            parameters_of_copies.pop(copy.data_ptr(), None)
             copy.untyped_storage().resize_(0)
         self._gathered = False
 
@@ -156,8 +150,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
-    if copy.grad is None:  # it was added within its product
-        return
+    assert copy.grad is not None, "autograd has just accumulated it"
     if parameter.grad is None:
         parameter.grad = copy.grad.to(parameter.dtype)
     else:

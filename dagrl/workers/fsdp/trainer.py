@@ -26,7 +26,6 @@ from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.fsdp.lora import is_adapter
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, reshard, sharded_modules
-from dagrl.workers.fsdp.products import gradient_sum
 from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.checkpoint import Piece
@@ -121,12 +120,10 @@ class ShardedModel:
                 inputs = DTensor.from_local(inputs, weight.device_mesh, [Replicate()], run_check=False)
                 inputs = inputs.to_local(grad_placements=[Partial()])
             weight = local_of(weight)
-            total = gradient_sum(weight)
             if bias is not None:
-                total = None
                 inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
                 weight = torch.cat([weight, local_of(bias)[:, None]], dim=1)
-            layer = OutputLayer(weight, shard, temperature / transform.scale, chunk, total=total, transform=shaped)
+            layer = OutputLayer(weight, shard, temperature / transform.scale, chunk, transform=shaped)
             return inputs.view(*shape[:-1], -1), layer
 
         return TokenHead(prepare)

@@ -52,9 +52,8 @@ class OutputLayer:
 
     Tokens are sampled from softmax(logits / temperature). `chunk_tokens`: tokens whose logits exist at a time. `keeps`:
     whether exponentials are kept for the backward pass; None: on a GPU where they fit, unless `chunk_tokens` is set.
-    `shared`: the weight is also the embedding's, which has a gradient of its own. `total`: the float32 sum to which the
-    weight's gradient is added, if not Megatron's buffer. `transform` is a differentiable function that the model applies to
-    each logit, before the temperature: [1, n, rows] -> [1, n, rows].
+    `shared`: the weight is also the embedding's, which has a gradient of its own. `transform` is a differentiable function
+    that the model applies to each logit, before the temperature: [1, n, rows] -> [1, n, rows].
     """
 
     weight: Tensor
@@ -63,7 +62,6 @@ class OutputLayer:
     chunk_tokens: int | None = None
     keeps: bool | None = None
     shared: bool = False
-    total: Tensor | None = None
     transform: Callable[[Tensor], Tensor] | None = None
 
     def chunks(self, tokens: int) -> Iterator[slice]:
@@ -273,7 +271,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """The float32 sum of the weight's gradient, [rows, hidden size]: that of the layer, or Megatron's, if there is one."""
+    """The float32 sum of the weight's gradient, [rows, hidden size]: Megatron's own buffer, if it has one."""
 
     total: Tensor
     layer: OutputLayer
@@ -281,7 +279,7 @@ class _WeightGradient:
 
     @classmethod
     def of(cls, layer: OutputLayer) -> _WeightGradient:
-        buffer = getattr(layer.weight, "main_grad", None) if layer.total is None else layer.total
+        buffer = getattr(layer.weight, "main_grad", None)
         if buffer is not None and buffer.dtype is torch.float32:
             return cls(buffer, layer, True)
         return cls(torch.zeros_like(layer.weight, dtype=torch.float32), layer, False)
@@ -291,7 +289,7 @@ class _WeightGradient:
         weight: Any = self.layer.weight
         if not self.buffer:
             return self.total.to(weight.dtype)
-        if self.layer.shared or self.layer.total is not None:
+        if self.layer.shared:
             return None  # the embedding's gradient comes the usual way
         weight.grad_added_to_main_grad = True  # Megatron drops the gradient, but wants one
         return torch.empty_like(weight)
