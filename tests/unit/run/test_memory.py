@@ -49,6 +49,8 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("1.7b:dp1" + FSDP, 32, 2048, 16, 101.84),  # 1x-nvidia-h200/2026-11-30/train.json
     ("4b:dp1" + FSDP, 18, 2048, 6, 119.07),
     ("0.6b:dp1", 32, 2048, 16, 62.67),
+    ("4b:dp2" + FSDP, 16, 2048, 4, 65.72),  # 2x-nvidia-h200/2026-11-30/fsdp.json
+    ("4b:tp2", 16, 2048, 4, 52.55),
 ]
 BEFORE = [  # with layers that saved more, and an output layer that kept nothing, in November 2026 until the 25th
     ("0.6b:tp2", 72, 2048, 24, 46.44),  # 2x-nvidia-h200/2026-11-23/train-0.6b-tp2.json
