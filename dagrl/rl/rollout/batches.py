@@ -12,7 +12,7 @@ from dagrl.rl.algorithm import Algorithm, advantages_of
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
 from dagrl.rl.routed_experts import NOTHING, ROUTED_EXPERTS, field_of
-from dagrl.runtime.shapes import Batch
+from dagrl.runtime.shapes import Array, Batch
 
 Key = tuple[int, int]  # a sample: the number of its group, and its place in the group
 NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)  # a row without tokens
@@ -30,19 +30,19 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: 
     widths = bucket_widths(config.policy)  # so that shards do not pad them
     values = advantages(algorithm, groups)
     batch = train_batch(samples, values, valid, rows_per_sample(config), media=media, widths=widths)
-    batch = with_experts(config, batch, [sample.completion for sample in samples])
-    return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
+    ids = row_ids(config, sample_keys(groups))
+    return batch.with_fields(row_ids=ids, **experts_field([sample.completion for sample in samples], config, batch.tokens))
 
 
-def with_experts(config: Config, batch: Batch, episodes: Sequence[Episode]) -> Batch:
-    """Adds the recorded experts of the episodes, one per row, if `policy.router_replay` is on.
+def experts_field(episodes: Sequence[Episode], config: Config, width: int) -> dict[str, Array]:
+    """Returns the field of the recorded experts of the episodes, one per row, if `policy.router_replay` is on.
 
     Those that the environment failed for before their first turn have none.
     """
     if not config.policy.router_replay:
-        return batch
+        return {}
     records = [episode.experts if len(episode.tokens) else NOTHING for episode in episodes]
-    return batch.with_fields(**{ROUTED_EXPERTS: field_of(records, batch.tokens)})
+    return {ROUTED_EXPERTS: field_of(records, width)}
 
 
 def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:

@@ -15,7 +15,7 @@ from dagrl.data.tokenization import Prompt
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.generation import FinishedRequest, pack_generated
 from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.batches import scored_batch, with_experts
+from dagrl.rl.rollout.batches import experts_field, scored_batch
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, field_bytes
@@ -138,14 +138,14 @@ def test_records_reach_the_phases_that_use_them() -> None:
         check_batch(name, value, field_types(phases[name].inputs))
     width = CONFIG.policy.max_total_sequence_length
     assert batch["tokens"].shape == (2, width), "shards would pad, and so copy, narrower rows"
-    early = with_experts(CONFIG, token_rows(episodes, widths=[width]), episodes)
+    early = experts_field(episodes, CONFIG, width)
     found = field_bytes(batch[ROUTED_EXPERTS])
     np.testing.assert_array_equal(field_bytes(early[ROUTED_EXPERTS]), found)
     for row, one in enumerate(episodes):
         np.testing.assert_array_equal(found[row, : len(one.experts)], one.experts)
         assert (found[row, len(one.experts) :] == MISSING).all()
     episodes = [episode(), *episodes]  # the environment failed for the first one at its start
-    found = field_bytes(with_experts(CONFIG, token_rows(episodes), episodes)[ROUTED_EXPERTS])
+    found = field_bytes(experts_field(episodes, CONFIG, token_rows(episodes).tokens)[ROUTED_EXPERTS])
     assert (found[0] == MISSING).all()
     np.testing.assert_array_equal(found[1, : len(episodes[1].experts)], episodes[1].experts)
 
