@@ -3,12 +3,9 @@
     reward: {function: "dagrl.rl.coding:passed_tests", batched: false, max_concurrency: 4, timeout_s: 30}
 
 A row has a column `tests`: a list of Python texts, each of which raises if the program is wrong. The reward is the share
-that passes. Program and tests run in two processes, each under bubblewrap (https://github.com/containers/bubblewrap,
-`apt install bubblewrap`), or else nsjail or podman, in namespaces of its own: without network, environment variables and
-other processes, with Python alone to read and an empty directory to write, and with limits of time, memory, processes and
-file size.
-
-The program never sees a test, and no object of it can say that it equals what a test expects (`coding_sides.py`).
+that passes. Programs run under bubblewrap (https://github.com/containers/bubblewrap, `apt install bubblewrap`), or else
+nsjail or podman, in namespaces of their own: without network, environment variables and other processes, with Python alone
+to read and an empty directory to write, and with limits of time, memory, processes and file size.
 """
 
 import asyncio
@@ -18,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +25,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SECONDS = 10.0  # time of a program with all of its tests, in seconds
-SIDES = Path(__file__).with_name("coding_sides.py")  # what runs in both sandboxes, also the limits
+LIMITS = {"CPU": 10, "AS": 2 << 30, "FSIZE": 16 << 20, "CORE": 0, "NPROC": 256}  # `resource.RLIMIT_*` of a program
 USER = "{user}"  # stands in a command for the number of a user whom nobody else has
 
 AS_USER = ("setpriv", "--reuid", USER, "--regid", USER, "--clear-groups")
@@ -47,7 +43,7 @@ BUBBLEWRAP = (
 """Options of `bwrap`: no terminal, no variables, and the end with its parent. `--perms` stands before `--tmpfs`."""
 
 NSJAIL = (
-    *("--mode", "o", "--really_quiet", "--disable_rlimits", "--disable_proc", "--pass_fd", "3", "--cwd", "/tmp"),  # noqa: S108
+    *("--mode", "o", "--really_quiet", "--disable_rlimits", "--disable_proc", "--cwd", "/tmp"),  # noqa: S108
     *("--mount", "none:/tmp:tmpfs:size=67108864", "-R", "/dev/null", "-R", "/dev/urandom"),
 )
 """Options of `nsjail`, which makes new namespaces of every kind by itself."""
@@ -55,12 +51,27 @@ NSJAIL = (
 PODMAN = (
     *("run", "--rm", "--interactive", "--network=none", "--read-only", "--workdir=/tmp", "--passwd=false"),
     *("--cap-drop=all", "--security-opt=no-new-privileges", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024"),
-    *(f"--timeout={SECONDS:.0f}", "--preserve-fds=1"),
+    f"--timeout={SECONDS:.0f}",
 )
 """Options of `podman`, whose containers outlive it for `--timeout` seconds at most."""
 
-AS_THIRD = "import os, sys; os.dup2(int(sys.argv[-1]), 3); os.execvp(sys.argv[1], [*sys.argv[1:-1], '3'])"
-"""Runs a command with its last argument, a connection, as descriptor 3: podman passes on no other, nsjail what is named."""
+RUNNER = """import json, os, resource, sys
+out = os.dup(1)
+os.dup2(2, 1)
+secret, limits, program, tests = json.load(sys.stdin)
+for limit, value in limits.items(): resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+names, passed = {"__name__": "program"}, 0
+exec(compile(program, "program", "exec"), names)
+for test in tests:
+    try:
+        exec(compile(test, "test", "exec"), dict(names))
+        passed += 1
+    except BaseException: pass
+os.write(out, f"{secret} {passed}".encode())
+"""
+"""Runs a program and its tests. A program that exits has passed none, as the secret is written after the tests.
+
+They share an interpreter: a program that looks for the secret there, or whose objects equal everything, can cheat."""
 
 FORKS = """import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
@@ -76,37 +87,25 @@ _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 async def passed_tests(prompt: str, completion: str, reference: str, tests: Sequence[str]) -> float:
     """Returns the share of the tests that the program passes: the last code block of the completion, or all of it."""
     blocks = _BLOCK.findall(completion)
-    inputs = {"program": blocks[-1] if blocks else completion, "tests": list(tests)}
-    ends = dict(zip(inputs, socket.socketpair(), strict=True))
-    running = []
+    secret = secrets.token_hex(16)
+    content = json.dumps([secret, LIMITS, blocks[-1] if blocks else completion, list(tests)])
+    process = await asyncio.create_subprocess_exec(
+        *sandbox(),
+        RUNNER,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
     try:
-        for side, end in ends.items():
-            output = asyncio.subprocess.PIPE if side == "tests" else asyncio.subprocess.DEVNULL
-            process = await asyncio.create_subprocess_exec(
-                *sandbox(),
-                SIDES.read_text(encoding="utf-8"),
-                side,
-                str(end.fileno()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=asyncio.subprocess.DEVNULL,
-                pass_fds=[end.fileno()],
-            )
-            running.append(process)
-            end.close()  # so that one side sees the end of the other
-        texts = [json.dumps(text).encode() for text in inputs.values()]
-        talks = [process.communicate(text) for process, text in zip(running, texts, strict=True)]
-        _, (written, _) = await asyncio.wait_for(asyncio.gather(*talks), SECONDS)
+        written, _ = await asyncio.wait_for(process.communicate(content.encode()), SECONDS)
     except TimeoutError:
         return 0.0
     finally:
-        for end in ends.values():
-            end.close()
-        for process in running:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    return int(written or b"0") / len(tests)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    last, _, passed = written.decode(errors="replace").rpartition(" ")
+    return int(passed) / len(tests) if last == secret else 0.0
 
 
 def sandbox() -> list[str]:
@@ -124,7 +123,7 @@ def chosen_sandbox() -> tuple[str, list[str]]:
     failures, unlimited = [], None
     for name, command in ways():
         words = ["1048575" if word == USER else word for word in command]
-        tried = subprocess.run([*words, FORKS, "0"], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+        tried = subprocess.run([*words, FORKS], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
         if tried.stdout == "limited":
             return name, command
         if tried.stdout == "forked":
@@ -161,12 +160,12 @@ def ways() -> Iterator[tuple[str, list[str]]]:
         inside = [*NSJAIL, *(word for root in readable for word in ("-R", root))]
         if os.geteuid() == 0:
             inside += ["--disable_clone_newuser", "-u", USER, "-g", USER]
-        yield "nsjail", [*python, AS_THIRD, nsjail, *inside, "--", *python]
+        yield "nsjail", [nsjail, *inside, "--", *python]
     if podman := shutil.which("podman"):
         inside = [*PODMAN, *(f"--volume={root}:{root}:ro" for root in readable)]
         if os.geteuid() == 0:
             inside += ["--user", USER]
-        yield "podman", [*python, AS_THIRD, podman, *inside, "--rootfs", _empty_root().name, *python]
+        yield "podman", [podman, *inside, "--rootfs", _empty_root().name, *python]
 
 
 @cache

@@ -47,6 +47,8 @@ def share(program: str, tests: Sequence[str] = TESTS) -> float:
         ("def add(a, b): return a +", 0.0),
         (f"import os\nos._exit(0)\n{RIGHT}", 0.0),  # before its tests
         ("print('x 2')\ndef add(a, b): return 0", 0.0),
+        ("import sys\ndef add(a, b): sys.exit()", 0.0),
+        ("import os\ndef add(a, b): os._exit(0)", 0.0),
         (f"open('/tmp/mine', 'w').write('1')\n{RIGHT}", 1.0),
         (f"open('/usr/mine', 'w')\n{RIGHT}", 0.0),
         (f"open('/etc/passwd')\n{RIGHT}", 0.0),
@@ -62,97 +64,11 @@ def test_programs_are_isolated_and_tested(program: str, expected: float, monkeyp
     assert share(program) == expected
 
 
-CLASSES = """
-import math
-from collections import Counter, namedtuple
-from dataclasses import dataclass
-
-@dataclass
-class Node:
-    value: int
-    next: object = None
-
-class Stack(list):
-    def push(self, item): self.append(item)
-
-class Account:
-    def __init__(self, held=0): self.held = held
-    def take(self, amount, *, limit=100):
-        if amount > min(self.held, limit): raise LookupError("too little")
-        self.held -= amount
-        return self
-
-def turn(items): items.reverse()
-def count(text): return Counter(text)
-def pairs(n): return ((i, {i * i}) for i in range(n))
-def top(item): return namedtuple("Top", "x y")(item, None)
-"""
-HONEST = """
-account = Account(held=5); account.take(2).take(1); assert account.held == 2
-try: Account().take(1)
-except KeyError: assert False
-except LookupError as error: assert str(error) == "too little"
-try: Account(200).take(101, limit=50)
-except LookupError: pass
-items, inner = [[1], 2, 3], {"a": [1]}; turn(items); assert items == [3, 2, [1]]
-assert count("aab") == {"a": 2, "b": 1}
-assert list(pairs(3)) == [(0, {0}), (1, {1}), (2, {4})] and top(1) == (1, None) and math.isclose(top(1.0)[0], 1)
-node = Node(1); node.next = Node(2); assert node.next.value == 2 and node == Node(1, Node(2)) and node != Node(1)
-stack = Stack(); assert not stack; stack.push(2); assert stack and len(stack) == 1 and stack[0] == 2 and list(stack) == [2]
-assert str(Node(3)) == "Node(value=3, next=None)" and len({top, top}) == 1 and top is top
-""".strip().split("\n")
-
-
-@pytest.fixture
-def without_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test sees, and a program can forge, does not depend on the sandbox."""
+def test_tests_pass_functions_and_see_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "sandbox", lambda: [sys.executable, "-I", "-c"])
-
-
-@pytest.mark.usefixtures("without_sandbox")
-def test_tests_see_classes_exceptions_iterators_and_changes_in_place() -> None:
-    tests = [HONEST[0], "\n".join(HONEST[1:4]), "\n".join(HONEST[4:6]), *HONEST[6:]]
-    scores = {test: share(CLASSES, [test]) for test in tests}
-    assert scores == dict.fromkeys(tests, 1.0)
-
-
-EQUALS = (
-    "class Any:\n    __eq__ = __ge__ = __contains__ = lambda *_: True\n    __hash__ = None\n    __ne__ = lambda *_: False\n"
-)
-FRAMES = """
-import gc, os, pickle, sys
-def connection(frame=None):
-    frame = sys._getframe()
-    while frame:
-        if "replies" in frame.f_locals: return frame.f_locals["replies"]
-        frame = frame.f_back
-"""
-
-
-@pytest.mark.usefixtures("without_sandbox")
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        (EQUALS + "def add(a, b): return Any()", [*TESTS, "assert add(1, 2) in (3, 4)", "assert not add(1, 2) != 3"]),
-        (EQUALS + "class Int(Any, int): pass\ndef add(a, b): return Int()", TESTS),
-        (EQUALS + "AssertionError = isinstance = abs = sum = lambda *_: Any()\n__builtins__ = {}\nadd = abs", TESTS),
-        (EQUALS + "class math: isclose = lambda *_: True\nadd = max", ["assert math.isclose(add(1, 2), 3)"]),
-        ("import os\ndef add(a, b): os._exit(0)", ["try: add(1, 2)\nexcept Exception: pass"]),
-        (  # a reply that would call a function of the tests' process
-            FRAMES + "class Exit:\n    def __reduce__(self): return os._exit, (0,)\n"
-            "def add(a, b):\n    pickle.dump(('', Exit(), []), connection())\n    return 0",
-            TESTS,
-        ),
-        (FRAMES + "def add(a, b):\n    connection().write(b'2\\n2')\n    return 0", TESTS),
-        (  # no text of a test is in its memory
-            "import gc\nseen = str([o for o in gc.get_objects() if isinstance(o, (str, list, tuple, dict))])\n"
-            "def add(a, b): return a + b if ''.join(['assert', ' add(']) in seen else 0",
-            TESTS,
-        ),
-    ],
-)
-def test_no_program_passes_without_the_right_values(program: str, tests: list[str]) -> None:
-    assert share(program, tests) == 0.0
+    program = "class TooLarge(ValueError): pass\ndef twice(f, x):\n    if x > 9: raise TooLarge(x)\n    return f(f(x))"
+    right = ["assert twice(lambda x: x + 1, 1) == 3", "try: twice(len, 10)\nexcept TooLarge: pass"]
+    assert share(program, [*right, "assert twice(abs, 1) == 2", "twice(abs, 11)"]) == 0.5
 
 
 @pytest.mark.usefixtures("tool")
