@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -19,6 +19,9 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.train.adapters import is_chosen_parameter
 from dagrl.workers.train.hf_load import check_shared
+
+if TYPE_CHECKING:
+    from dagrl.workers.fsdp.model import HiddenStates
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +124,28 @@ def _check_heads(policy: PolicyConfig, hf_config: Mapping[str, Json], ranks: int
                 )
 
 
-def _check_optimizer(wanted: OptimizerConfig) -> None:
-    """Raises a UserError for an optimizer that is not installed, or that does not take the arguments."""
-    kind = load_class(wanted.name, "policy.optimizer.name")
-    known = inspect.signature(kind).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    if unknown := [name for name in wanted.args if name not in known and not takes_any]:
+def _check_optimizer(wanted: OptimizerConfig, root: "HiddenStates") -> None:
+    """Raises a UserError for an optimizer that is not installed, or that fails on a small weight of this layout.
+
+    Steps are tried of torch's own: others may need a GPU, as steps that can be captured do.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from dagrl.workers.fsdp.trainer import is_torchs, make_optimizer
+
+    kind: Any = load_class(wanted.name, "policy.optimizer.name")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"policy.optimizer.args has {', '.join(unknown)}, which {wanted.name} does not take; expected some of: "
-            f"{', '.join(known)}"
+            f"policy.optimizer.name is {wanted.name}, whose steps need a closure; choose one that takes gradients, such as "
+            "torch.optim:AdamW"
         )
+    weight: torch.Tensor = torch.zeros(2, 2)
+    if sharded := [one for one in root.parameters() if isinstance(one, DTensor) and one.ndim == 2]:
+        weight = DTensor.from_local(weight, sharded[0].device_mesh, sharded[0].placements, run_check=False)
+    steps = is_torchs(kind) and not wanted.args.get("capturable")
+    make_optimizer(kind, [weight], wanted, wanted.args, steps=steps)
 
 
 def _check_expert_adapters(policy: PolicyConfig, layout: ParallelLayout) -> None:
@@ -154,7 +169,6 @@ def _check_expert_adapters(policy: PolicyConfig, layout: ParallelLayout) -> None
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model that cannot be built, or not in this layout."""
     check_settings(config)
-    _check_optimizer(config.policy.optimizer)
     policy, layout = config.policy, config.policy.train_layout
     _check_heads(policy, hf_config, layout.tp)
     from dagrl.workers.fsdp.dry import dry_model
@@ -179,6 +193,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:
             root.context.check(layout.tp)
+        _check_optimizer(policy.optimizer, root)
         without = [name for name in expert_weights(root.net) if not is_chosen_parameter(name, policy.peft)]
         if policy.peft.enabled and without:
             names = sorted({".".join(name.split(".")[-2:]) for name in without})

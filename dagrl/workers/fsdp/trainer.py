@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dagrl.config import Config
+from dagrl.config import Config, OptimizerConfig
 from dagrl.errors import ConfigError, error_line
 from dagrl.imports import load_class
 from dagrl.refit.sources import held_boxes, local_of
@@ -205,9 +205,10 @@ class ShardedModel:
         self.zero_gradients()
 
     def reset_optimizer(self) -> None:
+        first = _first_values(self._config.policy.optimizer)
         for state in self.optimizer_state().values():
-            for value in state.values():
-                local_of(value).copy_(torch.zeros(()).expand(local_of(value).shape))
+            for name, value in state.items():
+                local_of(value).copy_(torch.tensor(first.get(name, 0.0)).expand(local_of(value).shape))
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns the optimizer's tensors of each parameter, by its name and theirs."""
@@ -256,44 +257,12 @@ class ShardedModel:
         return [*made, self._optimizer(torch.optim.AdamW, others, {})] if others else made
 
     def _optimizer(self, kind: Any, names: Sequence[str], args: dict[str, Any]) -> torch.optim.Optimizer:
-        """Returns an optimizer after a step without gradients at a rate of 0. Vectors have no weight decay.
-
-        AdamW gets the local tensors, which it computes on with less work for the host than on DTensors.
-        """
-        wanted = self._config.policy.optimizer
-        groups = defaultdict[tuple[Any, bool], list[Any]](list)  # of one mesh, as fused kernels require
+        """Returns an optimizer. AdamW gets local tensors, on which it computes with less work for the host."""
         for name in names:
-            parameter = self.parameters[name]
-            updated = parameter
+            parameter = self._updated[name] = self.parameters[name]
             if kind is torch.optim.AdamW and isinstance(parameter, DTensor):
-                updated = nn.Parameter(local_of(parameter.detach()))
-            self._updated[name] = updated
-            groups[getattr(updated, "device_mesh", None), updated.ndim > 1].append(updated)
-        decays = {True: wanted.weight_decay, False: 0.0}
-        sections = [{"params": some, "weight_decay": decays[matrices]} for (_, matrices), some in groups.items()]
-        known = inspect.signature(kind).parameters
-        usual: dict[str, Any] = {"betas": (wanted.adam_beta1, wanted.adam_beta2), "eps": wanted.adam_eps}
-        # Those of Muon and Adafactor are others.
-        fitting = [name for name in usual if name in known and type(known[name].default) in (type(usual[name]), type)]
-        if issubclass(kind, torch.optim.Adam):  # AdamW is one; DTensors have no other fused kernels
-            args = {"fused": True} | args
-        if kind is not torch.optim.Muon:
-            args = {name: usual[name] for name in fitting} | args
-        for name in names:
-            self._updated[name].grad = torch.zeros_like(self._updated[name])
-        try:
-            optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **args)
-            optimizer.step()
-        except Exception as error:  # of a class of anyone's
-            raise ConfigError(
-                f"policy.optimizer.name is {wanted.name}, which cannot update the weights of this layout: "
-                f"{error_line(error)} Choose another optimizer"
-            ) from error
-        optimizer.zero_grad()
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"].zero_()
-        return optimizer
+                self._updated[name] = nn.Parameter(local_of(parameter.detach()))
+        return make_optimizer(kind, [self._updated[name] for name in names], self._config.policy.optimizer, args)
 
     # ---- state
 
@@ -312,6 +281,56 @@ class ShardedModel:
         """Drops gradients that a warm-up left."""
         if "gradients" in what:
             self.zero_gradients()
+
+
+def make_optimizer(
+    kind: Any, parameters: Sequence[Tensor], wanted: OptimizerConfig, args: Mapping[str, Any], *, steps: bool = True
+) -> torch.optim.Optimizer:
+    """Returns an optimizer after a step without gradients at a rate of 0: with its state. Vectors have no weight decay.
+
+    Without `steps`, makes it alone. Raises ConfigError if it cannot be made with these `args`, or cannot take a step.
+    """
+    groups = defaultdict[tuple[Any, bool], list[Any]](list)  # of one mesh, as fused kernels require
+    for parameter in parameters:
+        groups[getattr(parameter, "device_mesh", None), parameter.ndim > 1].append(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    decays = [wanted.weight_decay * matrices for _, matrices in groups]
+    first = [0.0] * len(groups) if is_torchs(kind) else decays  # Adam's moments have it; others may compile it in
+    sections = [{"params": some, "weight_decay": decay} for some, decay in zip(groups.values(), first, strict=True)]
+    known = inspect.signature(kind).parameters
+    usual: dict[str, Any] = {"betas": (wanted.adam_beta1, wanted.adam_beta2), "eps": wanted.adam_eps}
+    if "betas" not in known:  # `eps` is another number in Adadelta, Muon and Adafactor
+        usual = {}
+    usual = {name: usual[name] for name in usual if name in known and type(known[name].default) in (type(usual[name]), type)}
+    if issubclass(kind, torch.optim.Adam):  # AdamW is one; DTensors have no other fused kernels
+        usual["fused"] = True
+    try:
+        optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **{**usual, **args})
+        if steps:
+            optimizer.step()
+    except Exception as error:  # of a class of anyone's
+        raise ConfigError(
+            f"policy.optimizer.name is {wanted.name}, which cannot update the weights of this layout with policy.optimizer."
+            f"args={wanted.args}: {error_line(error)} Choose another optimizer, or other args ({', '.join(known)})"
+        ) from error
+    optimizer.zero_grad()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+    values = _first_values(wanted)
+    for state in optimizer.state.values():
+        for name in state.keys() & values:
+            local_of(state[name]).fill_(values[name])
+    return optimizer
+
+
+def is_torchs(kind: type[object]) -> bool:
+    """Whether a class of optimizers comes with torch."""
+    return kind.__module__.startswith("torch.optim.")
+
+
+def _first_values(wanted: OptimizerConfig) -> dict[str, float]:
+    """Returns numbers in the state before a first step, of NAdam, ASGD and Rprop; other tensors are zeros."""
+    return {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": wanted.lr, "step_size": wanted.lr}
 
 
 def is_quantized(tensor: Tensor) -> bool:

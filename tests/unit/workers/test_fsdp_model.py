@@ -27,6 +27,7 @@ from dagrl.workers.fsdp.model import HiddenStates, prepare_layer
 from dagrl.workers.fsdp.output import LogitTransform
 from dagrl.workers.fsdp.sent import SentWeights
 from dagrl.workers.fsdp.separation import check_separation, unseparated
+from dagrl.workers.fsdp.trainer import make_optimizer
 from dagrl.workers.train.adapters import check_adapters, write_adapters
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
@@ -91,6 +92,8 @@ QWEN3: dict[str, Json] = {"model_type": "qwen3", **SIZES}
 LFM2: dict[str, Json] = {**QWEN3, "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 TP2, TP3, CP2, CP3 = ({"fsdp_cfg": {f"{kind}_parallel_size": size}} for kind in ("tensor", "context") for size in (2, 3))
 PACKED = {"sequence_packing": {"enabled": True}}
+SGD = {"optimizer": {"name": "torch.optim:SGD", "args": {"momentum": "lots"}}}
+RPROP = {"optimizer": {"name": "torch.optim:Rprop"}}
 OWN = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
 IMAGES = {"model_type": "qwen2_5_vl", "text_config": {**SIZES, "model_type": "qwen2_5_vl_text"}}
 WINDOWS = {**QWEN3, "model_type": "mimo_v2_flash", "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1}
@@ -117,13 +120,37 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fsdp_cfg": {"data_parallel_size": 2, "expert_parallel_size": 2}}, QWEN3, NO_EXPERTS),
     ({"fsdp_cfg": {"attn_implementation": "flash_attention_3"}}, QWEN3, NO_FLASH),
     ({"optimizer": {"name": "torchbo.optim:AdamW8bit"}}, QWEN3, "policy.optimizer.name: there is no module 'torchbo'"),
-    ({"optimizer": {"args": {"beta": 1}}}, QWEN3, "args has beta, which torch.optim:AdamW does not take; .*: .*betas"),
+    ({"optimizer": {"args": {"beta": 1}}}, QWEN3, r"args=.*'beta': 1}: TypeError.* or other args \(.*betas"),
+    (SGD | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:SGD, .*args={'momentum': 'lots'}: TypeError"),
+    ({"optimizer": {"name": "torch.optim:LBFGS"}}, QWEN3, "torch.optim:LBFGS, whose steps need a closure .*; choose one"),
+    (RPROP | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:Rprop, .* of this layout .*: RuntimeError"),
+    (RPROP | TP2, QWEN3, "torch.optim:Rprop, which cannot update the weights of this layout .*: RuntimeError"),
     ({"fsdp_cfg": {"freeze_vision_tower": True}}, QWEN3, NO_TOWER),
     (PACKED, LFM2, "see each other in the model, which has layers of type conv"),
     (PACKED, GPT_OSS, r"which has masks that are not made from positions \(attn_implementation eager\); set it to false"),
     ({"megatron_cfg": {"tensor_model_parallel_size": 2}}, QWEN3, OF_MEGATRON),
     ({"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}}, QWEN3, REPLICAS),
 ]
+
+
+OPTIMIZERS = "AdamW Adam SGD Adadelta Adafactor Adagrad Adamax ASGD Muon NAdam RAdam RMSprop Rprop".split()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_begin_as_torchs_do(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    config = config_of({"optimizer": {"name": f"torch.optim:{name}", "lr": 0.01, "weight_decay": 0.1}})
+    FsdpWorker.check(config, QWEN3)
+    weight, plain = (torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    optimizer = make_optimizer(kind, [weight], config.policy.optimizer, {})
+    own = kind([plain], lr=0.01, **({} if name == "Rprop" else {"weight_decay": 0.1}))
+    for step in range(4):
+        weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        plain.grad = weight.grad.clone()
+        optimizer.param_groups[0]["lr"] = 0.01
+        for one in (optimizer, own):
+            one.step()
+        torch.testing.assert_close(weight, plain)
 
 
 def test_exchanges_are_not_compiled_on_gpus() -> None:
