@@ -10,6 +10,8 @@ from dagrl.data.hugging_face import SUFFIXES, hub_has, is_hub_id
 from dagrl.errors import ConfigError
 from dagrl.files import write_whole
 from dagrl.imports import load_callable
+from dagrl.run.derive import model_type
+from dagrl.workers.families.decoder import MODEL_TYPES
 
 PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "input")
 RESPONSE_KEYS = ("response", "answer", "solution", "completion", "output")
@@ -102,8 +104,7 @@ algorithm: {algorithm}
 policy:
   model_name: {json.dumps(answers.model)}
   # max_total_sequence_length: 2048    # tokens of prompt and completion; by default as the data need
-  # megatron_cfg:
-  #   tensor_model_parallel_size: 1    # more if the model does not fit on one GPU
+{_MEGATRON if model_type(answers.model) in (None, *MODEL_TYPES) else _FSDP}\
   # optimizer: {{lr: {rate}}}
 {generation}
 data:
@@ -120,6 +121,16 @@ data:
 #   wandb_enabled: true
 """
 
+
+_MEGATRON = """\
+  # megatron_cfg:
+  #   tensor_model_parallel_size: 1    # more if the model does not fit on one GPU
+"""
+
+_FSDP = """\
+  # fsdp_cfg:
+  #   data_parallel_size: 1            # GPUs that share weights and optimizer state; by default all that divide a batch
+"""
 
 _GENERATION = """\
   # generation:

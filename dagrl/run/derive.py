@@ -558,7 +558,11 @@ def _inherits(path: str, backend: str, key: str) -> bool:
 def _backend_for(config: Config, section: str, model: str | None) -> tuple[str, str]:
     """Returns the backend of a role's model, and why."""
     known = cast(tuple[str, ...], load_attribute("dagrl.workers.families.decoder:MODEL_TYPES", f"{section}.backend"))
-    kind = _model_type(config, model)
+    policy = config.policy
+    if model is None and policy.model_name is None:
+        kind = None if policy.random_init is None else policy.random_init.hf_config.get("model_type")
+    else:
+        kind = model_type(model or str(policy.model_name))
     if kind is None:
         return "megatron", "the model's type is not known yet"
     if kind in known:
@@ -566,12 +570,8 @@ def _backend_for(config: Config, section: str, model: str | None) -> tuple[str, 
     return "fsdp", f"Megatron trains {', '.join(known)}, but model_type is {kind}"
 
 
-def _model_type(config: Config, name: str | None) -> Json:
-    """Returns the `model_type` of the model `name`, or without one of the policy's; None if it cannot be read."""
-    policy = config.policy
-    if name is None and policy.model_name is None:
-        return None if policy.random_init is None else policy.random_init.hf_config.get("model_type")
-    name = name or str(policy.model_name)
+def model_type(name: str) -> Json:
+    """Returns the `model_type` of a directory or of an id on the Hub; None if it cannot be read."""
     try:
         if is_hub_id(name):
             from huggingface_hub import snapshot_download

@@ -1,6 +1,7 @@
 """`dagrl init`, `examples` and `doctor`: configurations that load, copies that work anywhere, packages that do not fit."""
 
 import io
+import json
 import re
 import sys
 import tomllib
@@ -42,9 +43,11 @@ def test_what_it_writes_is_a_configuration(reward: str, algorithm: str, tmp_path
         assert config.reward.function == {"math": "dagrl.rl.rewards:math_answer"}.get(reward, reward)
 
 
-@pytest.mark.parametrize("reward", ["my_task:reward", ""])
-def test_every_key_in_a_comment_exists(reward: str, tmp_path: Path) -> None:
-    text = config_text(Answers("m", "d.jsonl", reward), "made")
+@pytest.mark.parametrize("reward, kind, section", [("my_task:reward", "qwen3", "megatron_cfg"), ("", "olmo2", "fsdp_cfg")])
+def test_every_key_in_a_comment_exists(reward: str, kind: str, section: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    text = config_text(Answers(str(tmp_path), "d.jsonl", reward), "made")
+    assert re.findall(r"\w+_cfg", text) == [section]
     lines = text.splitlines()[3:]
     uncommented = "\n".join(re.sub(r"^( *)# ( *)(?=\w+:)", r"\1\2", line) for line in lines)
     assert uncommented.count("#") < text.count("#") - 8
