@@ -74,7 +74,8 @@ class TestedWorker(TrainWorker):
         """Returns the bytes of each part of the train state on the worker's device."""
         from dagrl.workers.train.offload import STATE_PARTS, unique_storages
 
-        return {part: sum(one.nbytes() for one in unique_storages(self.trainer.state(part))) for part in STATE_PARTS}
+        tensors = {part: self.trainer.state(part) for part in STATE_PARTS} | {"gradients": self.trainer.gradients()}
+        return {part: sum(one.nbytes() for one in unique_storages(some)) for part, some in tensors.items()}
 
     def aborted_after(self, seconds: float | None, method: str, *args: Any) -> Any:
         """Runs a method with a concurrent `abort()` from another thread, as in the runtime; None: without."""

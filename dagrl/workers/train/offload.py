@@ -209,7 +209,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _release(storage: torch.UntypedStorage) -> None:
-    """Frees a storage's memory. Keeps host memory that a NumPy array shares."""
+    """Frees a storage's memory. Keeps host memory that a NumPy array shares, or that is mapped from a file."""
     if storage.resizable():
         storage.resize_(0)
 
