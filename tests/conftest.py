@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import hypothesis
@@ -93,3 +94,9 @@ def _own_logging() -> Iterator[None]:
 def cluster() -> Iterator[None]:
     with ray_cluster(ClusterConfig(num_cpus=4), {"OMP_NUM_THREADS": "1"}):
         yield
+
+
+@pytest.fixture
+def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the runs of a test join the session's cluster."""
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.network import INTERFACE, Hosts, Relay
-from tests.integration.main_job import command_line
+from tests.integration.processes import alive, command_line
 
 PORT = 6399
 START = (str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats")
@@ -83,8 +83,8 @@ class Cluster:
 
     def _stop(self) -> None:
         for pid in self.pids():
-            if "main_job" not in command_line(pid):
-                _kill(pid)
+            if "main_job" not in command_line(pid) and alive(pid):
+                os.kill(pid, 9)
         for raylet in self._raylets:
             if raylet is not None:
                 raylet.wait()
@@ -94,10 +94,3 @@ class Cluster:
 def _pids(namespace: str) -> list[int]:
     found = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True).stdout
     return [int(word) for word in found.split()]
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, 9)
-    except ProcessLookupError:
-        return

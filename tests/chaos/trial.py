@@ -21,7 +21,8 @@ from tests.chaos.faults import Fault
 from tests.chaos.network import Relay
 from tests.chaos.scenarios import Scenario
 from tests.chaos.task import CONDUCT
-from tests.integration.main_job import SHARED_MEMORY, Run, command_line
+from tests.integration.main_job import SHARED_MEMORY, Run
+from tests.integration.processes import command_line
 
 HANG_S = 180.0  # longer than all deadlines that come one after the other in a scenario, on a busy machine
 
@@ -242,7 +243,7 @@ class Trial:
     def _left(self) -> list[str]:
         run = self.run
         self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
-        left = [f"process {process.pid} {process.name} ({_doing(process.pid)})" for process in run.left_processes()]
+        left = [f"process {command_line(process.pid)} ({_doing(process.pid)})" for process in run.left_processes()]
         left += [f"{SHARED_MEMORY}/{name}" for name in run.left_shared_memory()]
         left += [str(path) for path in sorted(self._temporary.iterdir()) if not path.name.startswith(KEPT)]
         return [f"left behind: {', '.join(left)}"] if left else []

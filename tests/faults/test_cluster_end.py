@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.integration.processes import alive, ends_within
+
 STOPPED = """
 import logging, os, ray, signal, threading, time
 from dagrl.run.cluster import ray_cluster
@@ -38,10 +40,7 @@ def test_a_cluster_with_a_stopped_raylet_is_killed_with_a_warning() -> None:
     started = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True)
     pids = [int(word) for word in ended.stdout.split()]
-    alive = [pid for pid in pids if _runs(pid)]
-    for pid in alive:
-        os.kill(pid, signal.SIGKILL)
-    assert len(pids) > 3 and not alive
+    assert len(pids) > 3 and not killed(pids)
     assert "Ray did not end within timeouts.teardown_s = 3 s: its processes" in ended.stderr
     assert time.monotonic() - started < 60
 
@@ -82,17 +81,13 @@ def test_nothing_of_a_cluster_outlives_its_driver_or_a_failed_start(moment: str,
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, check=False)
     pids = [int(word) for word in ended.stdout.partition("\n")[0].split()]
     assert ended.returncode == code and len(pids) > 5, ended.stderr
-    until = time.monotonic() + 20
-    while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < until:
-        time.sleep(0.1)
-    for pid in alive:
+    ends_within(20.0, lambda: any(map(alive, pids)))
+    assert not killed(pids)
+
+
+def killed(pids: list[int]) -> list[int]:
+    """Kills those that still run, and returns them."""
+    left = list(filter(alive, pids))
+    for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert not alive
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return left

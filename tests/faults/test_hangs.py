@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from dagrl.errors import PhaseError
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
-from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.runtime.schedule import Scheduler
 from tests.integration.fake_workers import FakeWorker
+from tests.integration.schedules import compiled, group_of
 
 SLEEP, COMPUTE, KEEP_INTERPRETER = "sleep", "compute", "keep the interpreter"
 USUAL_S = 0.3
@@ -47,17 +46,12 @@ def spend(train: Shard, how):
 @contextmanager
 def running(floor_s: float, factor: float = FACTOR) -> Iterator[Scheduler]:
     """Starts two workers that have replayed once, for `USUAL_S`."""
-    group = WorkerGroup.create("train", Worker, ParallelLayout(tp=2), None)
-    options = SchedulerOptions(fallback="error", hang_factor=factor, hang_floor_s=floor_s, teardown_s=4.0)
-    try:
-        with Scheduler([group], options) as scheduler:
-            scheduler.add(spend, warmup_value=(SLEEP, 0.0))
-            scheduler.compile()
-            scheduler.warmup()
-            scheduler.replay(spend, (COMPUTE, USUAL_S)).result()
-            yield scheduler
-    finally:
-        group.shutdown(2.0)
+    with (
+        group_of(Worker, tp=2) as group,
+        compiled(group, {spend: (SLEEP, 0.0)}, hang_factor=factor, hang_floor_s=floor_s) as scheduler,
+    ):
+        scheduler.replay(spend, (COMPUTE, USUAL_S)).result()
+        yield scheduler
 
 
 def stop(scheduler: Scheduler) -> int:

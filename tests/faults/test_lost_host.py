@@ -23,9 +23,9 @@ from dagrl.run.fleet import Fleet
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.faults.test_revive import ByShard, Resettable
+from tests.integration.schedules import compiled, group_of
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -48,11 +48,8 @@ def refit(train: Shard, generation: Shard, version):
 @pytest.fixture
 def train(cluster: None) -> Iterator[WorkerGroup]:
     """On the driver's host, as there is no other yet."""
-    group = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
-    try:
+    with group_of(Resettable) as group:
         yield group
-    finally:
-        group.shutdown(2.0)
 
 
 @pytest.fixture
@@ -86,11 +83,7 @@ def test_an_engine_of_a_lost_host_is_not_replaced(train: WorkerGroup) -> None:
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["cluster.gpus_per_worker=1"])
     engines = WorkerGroup.create("generation", Engine, ParallelLayout(dp=2), None, resources=Resources(num_gpus=1.0))
     try:
-        with Scheduler([train, engines], SchedulerOptions(fallback="error", teardown_s=4.0)) as scheduler:
-            scheduler.add(generate, warmup_value={"rank": -1})
-            scheduler.add(refit, warmup_value=0)
-            scheduler.compile()
-            scheduler.warmup()
+        with compiled([train, engines], {generate: {"rank": -1}, refit: 0}) as scheduler:
             replays = cast(
                 Any, SimpleNamespace(scheduler=scheduler, devices=3, phases={"generate": generate, "refit": refit})
             )

@@ -22,12 +22,13 @@ from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup, call_together, shutdown_groups
 from dagrl.workers.train.groups import abort_groups
 from tests.integration.fake_workers import ENGINES, FakeWorker
+from tests.integration.schedules import compiled, group_of
 
 SOON_S = 50.0
 DEADLINE = Deadline(60.0, "patience")
 """For what takes seconds, on a machine that does other things: long before anything that hangs would be given up."""
 
-TEARDOWN_S = 2.0
+TEARDOWN_S, WELL = 2.0, {"rank": -1}
 ROLES = {"train": 2, "other": 1}
 """Ranks of the groups of a scheduler."""
 
@@ -45,12 +46,9 @@ def other_ranks(other: Shard, value):
 @pytest.fixture(params=["dagrl", "ray", pytest.param("eager", marks=pytest.mark.slow)])
 def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Scheduler]:
     groups = [WorkerGroup.create(role, FakeWorker, ParallelLayout(tp=size), None) for role, size in ROLES.items()]
-    options = SchedulerOptions(**ENGINES[request.param], fallback="error", replay_s=120.0, teardown_s=TEARDOWN_S)
-    with Scheduler(groups, options) as scheduler:
-        scheduler.add(misbehave, warmup_value={"rank": -1})
-        scheduler.add(other_ranks, warmup_value=None)
-        scheduler.compile()
-        scheduler.warmup()
+    with compiled(
+        groups, {misbehave: WELL, other_ranks: None}, **ENGINES[request.param], teardown_s=TEARDOWN_S
+    ) as scheduler:
         yield scheduler
         started = time.monotonic()
     # teardown returns within its deadline, whatever is dead or hung; Ray alone would wait for 30 s
@@ -67,12 +65,12 @@ def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> 
     assert (failure.role, failure.rank, failure.kind, failure.phase) == ("train", 1, "died", "misbehave")
     assert failure.pid == lost.locations[1].pid
     with pytest.raises(RunError, match="recover"):
-        scheduler.replay(misbehave, {"rank": -1})
+        scheduler.replay(misbehave, WELL)
     lost.start_again([1])
     lost.join_again([1])
     scheduler.recover()
     scheduler.warmup()
-    assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
+    assert scheduler.replay(misbehave, WELL).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == (0,)
 
     started = time.monotonic()
@@ -84,9 +82,7 @@ def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> 
     assert "time.sleep(3600)" in failure.traceback
     survivor = scheduler.groups["train"].actors[1]
     scheduler.close()
-    with Scheduler([WorkerGroup.from_actors([survivor], ParallelLayout())], SchedulerOptions(fallback="error")) as again:
-        again.add(misbehave, warmup_value={})
-        again.compile()
+    with compiled(WorkerGroup.from_actors([survivor], ParallelLayout()), {misbehave: {}}, warm=False) as again:
         assert again.replay(misbehave, {}).result() == (1,)
 
 
@@ -99,39 +95,33 @@ def train_ranks(train: Shard, value):
 def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
     cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=2, tp=2), None)
-    compiled: list[tuple[str, list[Any]]] = []
+    made: list[tuple[str, list[Any]]] = []
 
     def recording(name: str, engine: Engine) -> Any:
         def compile_(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
-            compiled.append((graph.phase, list(actors["train"])))
+            made.append((graph.phase, list(actors["train"])))
             return executor(graph, actors, nodes, limits)
 
         executor = executor_of(name, engine)
         return compile_
 
     monkeypatch.setattr("dagrl.runtime.schedule.executor_of", recording)
-    options = SchedulerOptions(**ENGINES[engine], fallback="error", replay_s=60.0, teardown_s=TEARDOWN_S)
-    with Scheduler([group], options) as scheduler:
-        scheduler.add(misbehave, warmup_value={"rank": -1})
-        scheduler.add(train_ranks, warmup_value=None)
-        scheduler.compile()
-        scheduler.warmup()
-        assert len(compiled) == 4
-        compiled.clear()
+    phases = {misbehave: WELL, train_ranks: None}
+    with group_of(FakeWorker, dp=2, tp=2) as group, compiled(group, phases, **ENGINES[engine]) as scheduler:
+        assert len(made) == 4
+        made.clear()
         pids = [location.pid for location in group.locations]
         with pytest.raises(PhaseError, match=r"train worker 3 .* died"):
             scheduler.replay(misbehave, {"rank": 3, "kind": "die"}).result()
         group.start_again([3])
         group.join_again([3])
         assert scheduler.recover() == {"misbehave": [1], "train_ranks": [1]}
-        assert compiled == [(name, list(group.actors[2:])) for name in ("misbehave", "train_ranks")]
+        assert made == [(name, list(group.actors[2:])) for name in ("misbehave", "train_ranks")]
         assert [now.pid == before for now, before in zip(group.locations, pids, strict=True)] == [True, True, True, False]
         scheduler.warmup()
         for _ in range(3):
-            assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1], [2, 3])
+            assert scheduler.replay(misbehave, WELL).result() == ([0, 1], [2, 3])
             assert scheduler.replay(train_ranks).result() == ([0, 1], [2, 3])
-    group.shutdown(2.0)
 
 
 @pytest.mark.parametrize("engine", ["dagrl", pytest.param("ray", marks=pytest.mark.slow)])
@@ -151,7 +141,7 @@ def test_compiling_with_a_worker_that_does_not_answer_ends(
     monkeypatch.setattr(module, "nodes_of" if prepare is None else "prepare_workers", stop_after)
     options = SchedulerOptions(**ENGINES[engine], fallback="error", compile_s=3.0, teardown_s=TEARDOWN_S)
     with Scheduler([group], options) as scheduler:
-        scheduler.add(misbehave, warmup_value={"rank": -1})
+        scheduler.add(misbehave, warmup_value=WELL)
         started = time.monotonic()
         with pytest.raises(RunError, match=r"within compile_s = 3 s: a worker does not answer"):
             scheduler.compile()
@@ -192,10 +182,7 @@ def add_up(train: Shard, raises):
 
 
 def check_freed(group: WorkerGroup, engine: str) -> None:
-    options = SchedulerOptions(**ENGINES[engine], fallback="error", replay_s=90.0, teardown_s=TEARDOWN_S)
-    with Scheduler([group], options) as scheduler:
-        scheduler.add(add_up, warmup_value=-1)
-        scheduler.compile()
+    with compiled(group, {add_up: -1}, warm=False, **ENGINES[engine], replay_s=90.0) as scheduler:
         assert scheduler.replay(add_up, -1).result() == (2, 2)
         started = time.monotonic()
         with pytest.raises(PhaseError) as caught:
@@ -209,10 +196,9 @@ def check_freed(group: WorkerGroup, engine: str) -> None:
 
 
 def test_a_collective_that_waits_for_a_shard_that_raised_is_freed(cluster: None) -> None:
-    group = WorkerGroup.create("train", Adding, ParallelLayout(dp=2), None)
-    for engine in ENGINES:
-        check_freed(group, engine)
-    group.shutdown(2.0)
+    with group_of(Adding, dp=2) as group:
+        for engine in ENGINES:
+            check_freed(group, engine)
 
 
 class Parting(FakeWorker):
@@ -235,9 +221,8 @@ def test_groups_shut_down_side_by_side(cluster: None, tmp_path: Path) -> None:
 
 @pytest.fixture
 def group(cluster: None) -> Iterator[WorkerGroup]:
-    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=2), None)
-    yield group
-    group.shutdown(2.0)
+    with group_of(FakeWorker, dp=2) as group:
+        yield group
 
 
 def test_a_worker_that_dies_in_a_plain_call_is_named_before_those_that_it_makes_fail(group: WorkerGroup) -> None:

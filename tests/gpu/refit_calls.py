@@ -1,7 +1,7 @@
 """What GPU tests of refits run inside a vLLM process, on its worker; importable there by name."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -13,7 +13,7 @@ from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.workers.vllm import VllmWorker
-from tests.integration.vllm_models import state_of
+from tests.integration.vllm_models import state_of, whole_model
 from tests.unit.refit.memory_channel import Done, MemoryChannel
 
 
@@ -46,30 +46,13 @@ def refit_from(
     """
     with worker.writing_weights(version):
         sources = {name: tensor.cuda() for name, tensor in state_of(checkpoint).items()}
-        plan = plan_refit([whole(sources)], slices, dtype="bfloat16", bucket_bytes=1 << 20)
+        plan = plan_refit([whole_model(sources)], slices, dtype="bfloat16", bucket_bytes=1 << 20)
         here = 1 + worker.context.rank
         queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
         sender, receiver = (DeviceChannel(rank, plan.size, queues) for rank in (0, here))
         sender.flip = flip
         RefitSender(plan.for_rank(0, "checksum"), sources, sender).send(version)
         RefitReceiver(plan.for_rank(here, "checksum"), worker.weight_tensors(), receiver).receive(version)
-
-
-def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:
-    """Returns every tensor whole; the experts of a layer as stacks, as in plans."""
-    slices: dict[str, WeightSlice] = {}
-    for name, tensor in state.items():
-        box = tuple((0, size) for size in tensor.shape)
-        parts = name.split(".")
-        if "experts" not in parts:
-            slices[name] = WeightSlice(name, box, name, box, "float32" if name.endswith("_scale") else "")
-            continue
-        place = parts.index("experts") + 1
-        stack = ".".join([*parts[:place], "*", *parts[place + 1 :]])
-        count = int(parts[place]) + 1
-        if stack not in slices or slices[stack].box[0][1] < count:
-            slices[stack] = WeightSlice(stack, ((0, count), *box), stack, ((0, count), *box))
-    return list(slices.values())
 
 
 def held(worker: VllmWorker) -> dict[str, Tensor]:

@@ -13,22 +13,22 @@ from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.run.certify import certify, record
 from tests.gpu.test_vllm_worker import PROMPTS, SHAPES, gpu_config, make_gpu_checkpoint, started
-from tests.integration.test_async_grpo import one_cluster
 from tests.integration.vllm_ranks import requests
 
-__all__ = ["one_cluster"]  # a fixture: both tests use one cluster
-
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-    reason="needs a GPU of compute capability 9.0",
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_cluster"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+]
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_a_request_has_the_same_bits_in_any_batch(eager: bool, cluster: None, tmp_path: Path) -> None:
+def test_a_request_has_the_same_bits_in_any_batch(eager: bool, tmp_path: Path) -> None:
     model = make_gpu_checkpoint(tmp_path / "model", 0, **SHAPES["0.6B"])
     content: dict[str, Any] = gpu_config(model, eager).model_dump()
     content["policy"]["deterministic"] = True

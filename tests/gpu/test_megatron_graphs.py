@@ -27,11 +27,7 @@ def recorded(model: str, **keys: Any) -> Case:
 
 
 ONE = [recorded("qwen3"), recorded("qwen3_tied")]
-TWO = [
-    recorded("qwen3_tied", tp=2),
-    recorded("qwen3", sequence_parallel=True, tp=2),
-    recorded("qwen3", sharded=True, dp=2),
-]
+TWO = [recorded("qwen3_tied", tp=2), recorded("qwen3", sequence_parallel=True, tp=2), recorded("qwen3", sharded=True, dp=2)]
 HALF = [recorded("qwen3", packed=True), recorded("qwen3_moe"), recorded("qwen3_moe", packed=True)]
 HALF_ON_TWO = [
     recorded("qwen3", cp=2),

@@ -4,20 +4,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ray.dag import DAGContext
 
 from dagrl.errors import PhaseError
-from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
+from dagrl.graphs.pipeline import pipeline_phase
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
-from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.shapes import Bucket
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES
-from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process
+from tests.integration.pipeline_stage import MODEL, RecordedStage, check_order, check_steps, ragged_batch
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 STAGES, MICROBATCHES, LENGTH = 2, 4, 64
@@ -69,29 +68,12 @@ def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Sc
             yield scheduler
 
 
-def check_steps(scheduler: Scheduler, group: WorkerGroup, batches: list[Batch]) -> None:
-    """Train from the start on `batches`, and compare with one process on the CPU."""
-    group.call("restart")
-    losses, gradients, weights = train_in_one_process(batches, CPU)
-    for batch, loss, expected in zip(batches, losses, gradients, strict=True):
-        (metrics,) = scheduler.replay(STEP, batch).result()
-        assert metrics.sums["loss"] == pytest.approx(loss, rel=1e-6)
-        found = [gradient for _, _, stage, _ in group.call("recorded") for gradient in stage]
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
-    for one, other in zip([w for *_, stage in group.call("recorded") for w in stage], weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-
-
 def test_three_steps_equal_one_process_on_the_cpu(scheduler: Scheduler, group: WorkerGroup) -> None:
-    check_steps(scheduler, group, [ragged_batch(7, LENGTH, seed) for seed in range(3)])
+    check_steps(scheduler, STEP, group, [ragged_batch(7, LENGTH, seed) for seed in range(3)], CPU)
 
 
 def test_the_order_is_1f1b(scheduler: Scheduler, group: WorkerGroup) -> None:
-    scheduler.replay(STEP, ragged_batch(8, LENGTH, 0)).result()
-    for stage, (order, most_held, _, _) in enumerate(group.call("recorded")):
-        assert order == [*one_forward_one_backward(stage, STAGES, MICROBATCHES), ("optimizer_step", 0)]
-        assert most_held == STAGES - stage
+    check_order(scheduler, STEP, group, ragged_batch(8, LENGTH, 0), MICROBATCHES)
 
 
 @pytest.mark.parametrize("stage", range(STAGES))
@@ -99,7 +81,7 @@ def test_a_stage_that_fails_is_named_and_the_graph_lives_on(scheduler: Scheduler
     with pytest.raises(PhaseError, match="told to raise") as caught:
         scheduler.replay(STEP, ragged_batch(8, LENGTH, 0, fail_stage=stage, fail_microbatch=2)).result()
     assert caught.value.failures[0].node == f"train[{stage}].forward"
-    check_steps(scheduler, group, [ragged_batch(8, LENGTH, 4)])
+    check_steps(scheduler, STEP, group, [ragged_batch(8, LENGTH, 4)], CPU)
 
 
 def test_a_pipeline_can_be_torn_down_and_compiled_again(
@@ -109,4 +91,4 @@ def test_a_pipeline_can_be_torn_down_and_compiled_again(
     scheduler.close()
     for seed in (5, 6):
         with warmed_up(group, **ENGINES[request.node.callspec.params["scheduler"][0]]) as again:
-            check_steps(again, group, [ragged_batch(8, LENGTH, seed)])
+            check_steps(again, STEP, group, [ragged_batch(8, LENGTH, seed)], CPU)

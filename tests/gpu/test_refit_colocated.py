@@ -5,7 +5,6 @@ torch on the CPU makes of it), and transformers gives the log-probabilities of w
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,37 +13,22 @@ from safetensors.torch import load_file
 
 from dagrl.config import Config
 from dagrl.refit import Refit
+from dagrl.rl.generation import FinishedRequest
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup, call_together
 from tests.gpu import refit_calls
+from tests.gpu.test_refit_fp8 import PROMPTS, SIZES
+from tests.gpu.test_vllm_worker import difference
+from tests.integration.vllm_models import make_checkpoint
 from tests.integration.vllm_ranks import requests
 
 pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
-PROMPTS = [[3 + (7 * row + 11 * place) % 900 for place in range(5 + 9 * row)] for row in range(6)]
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
 CLOSE = {None: 0.05, "fp8": 0.3}  # mean difference of log-probabilities that the precision explains; a stale weight: above 1
-
-
-def make_model(directory: Path) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES), dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            parameter.copy_(1 + noise * 0.1 if "norm" in name else noise * 0.06)
-    model.save_pretrained(directory)
-    return directory
 
 
 def make_config(model: Path, precision: str | None, verify: str) -> Config:
@@ -70,23 +54,9 @@ def sft_batch() -> Batch:
     return Batch(fields, {"global_valid_tokens": float(inside.sum()), "global_valid_sequences": 4.0, "lr": 0.01})
 
 
-def generate(generation: WorkerGroup) -> list[tuple[list[int], list[float], set[int]]]:
+def generate(generation: WorkerGroup) -> list[FinishedRequest]:
     (result,) = generation.call("generate", requests(range(6), PROMPTS, new=16, steps=64, greedy=True))
-    rows = sorted((result.request(row) for row in range(len(result))), key=lambda row: row.request_id)
-    return [(list(row.tokens), list(row.logprobs), set(row.versions)) for row in rows]
-
-
-def mean_difference(checkpoint: Path, rows: list[tuple[list[int], list[float], set[int]]]) -> float:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().eval()
-    found = []
-    for (tokens, logprobs, _), prompt in zip(rows, PROMPTS, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
-        expected = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        found.append((torch.tensor(logprobs) - expected).abs())
-    return float(torch.cat(found).mean())
+    return sorted((result.request(row) for row in range(len(result))), key=lambda row: row.request_id)
 
 
 @pytest.mark.parametrize(("precision", "verify"), [(None, "off"), ("fp8", "off"), ("fp8", "checksum")])
@@ -95,7 +65,8 @@ def test_refits_between_turns_on_one_gpu(cluster: None, tmp_path: Path, precisio
     from dagrl.workers.megatron import MegatronWorker
     from dagrl.workers.vllm import VllmWorker
 
-    config = make_config(make_model(tmp_path / "model"), precision, verify)
+    model = make_checkpoint(tmp_path / "model", seed=3, dtype=torch.bfloat16, norms=0.1, spread=0.06, **SIZES)
+    config = make_config(model, precision, verify)
     half = Resources(num_gpus=0.5)
     train = WorkerGroup.create("train", MegatronWorker, ParallelLayout(), config, resources=half)
     generation = WorkerGroup.create("generation", VllmWorker, ParallelLayout(), config, resources=half)
@@ -117,8 +88,8 @@ def test_refits_between_turns_on_one_gpu(cluster: None, tmp_path: Path, precisio
             state = load_file(exported / "model.safetensors")
             assert generation.call_function(refit_calls.differing, state) == [[]]
             rows = generate(generation)
-            assert mean_difference(exported, rows) < CLOSE[precision]
-            assert {versions for _, _, some in rows for versions in some} == {version}
+            assert difference(exported, rows, PROMPTS, "cpu") < CLOSE[precision]
+            assert {made for row in rows for made in row.versions} == {version}
             generation.call("sleep", 2)
             train.call("reload", ("weights", "gradients", "optimizer"))
     finally:

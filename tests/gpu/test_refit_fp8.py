@@ -18,7 +18,7 @@ from torch import Tensor
 from dagrl.config import Config
 from dagrl.errors import RunError
 from tests.gpu import refit_calls
-from tests.integration.vllm_models import make_config
+from tests.integration.vllm_models import make_checkpoint, make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
 PROMPTS = [[3 + (7 * row + 11 * place) % 900 for place in range(5 + 9 * row)] for row in range(6)]
@@ -42,19 +42,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.close()
 
 
-def make_checkpoint(directory: Path, model_type: str, seed: int) -> Path:
+def checkpoint_of(directory: Path, model_type: str, seed: int) -> Path:
     """Bfloat16 weights whose blocks have different magnitudes."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {**SIZES, **(EXPERTS if model_type == "qwen3_moe" else {}), "tie_word_embeddings": False}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes), dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + noise * 0.1 if "norm" in name else noise * 0.1)
-    model.save_pretrained(directory)
-    return directory
+    sizes = {**SIZES, **(EXPERTS if model_type == "qwen3_moe" else {})}
+    return make_checkpoint(directory, model_type, seed=seed, dtype=torch.bfloat16, norms=0.1, spread=0.1, **sizes)
 
 
 def export_fp8(checkpoint: Path, directory: Path) -> Path:
@@ -111,7 +102,7 @@ def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
     if torch.cuda.device_count() < experts_over:
         pytest.skip("expert parallelism needs two GPUs")
     engine_of: dict[str, Any] = {"tensor_parallel_size": experts_over, "expert_parallel_size": experts_over}
-    first, second = (make_checkpoint(tmp_path / str(seed), model_type, seed) for seed in range(2))
+    first, second = (checkpoint_of(tmp_path / str(seed), model_type, seed) for seed in range(2))
     with running(ranks, fp8_config(first, sleeps=sleeps, **engine_of)) as engine:
         before, slices = greedy(engine), engine.on_all(call, "weight_slices")
         with pytest.raises(RunError, match=r"parameter .* differs from what rank 0 sent"):

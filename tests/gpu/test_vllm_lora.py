@@ -14,7 +14,17 @@ import torch
 
 from dagrl.config import Config
 from dagrl.rl.generation import FinishedRequest
-from tests.gpu.test_vllm_worker import LONG_PROMPT, PROMPTS, Engine, batch, gpu_config, started
+from tests.gpu.test_vllm_worker import (
+    LONG_PROMPT,
+    PROMPTS,
+    SHAPES,
+    Engine,
+    batch,
+    gpu_config,
+    make_gpu_checkpoint,
+    mean_difference,
+    started,
+)
 from tests.integration import vllm_calls
 from tests.integration.test_train_adapters import ALPHA, DIM
 from tests.integration.vllm_ranks import requests
@@ -22,19 +32,7 @@ from tests.integration.vllm_ranks import requests
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": []}
 CASES = {
     "dense, eager": ("qwen3", True, 0.05),
     "dense, graphs": ("qwen3", False, 0.05),
@@ -58,16 +56,12 @@ class Adapted:
     def difference(self, number: int, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]) -> float:
         """Returns the mean difference of the rows' log-probabilities from those with one set of adapters."""
         parameters = {name: part.cuda() for name, part in merged_parameters(self.base, self.adapters[number]).items()}
-        model, found = self.base.cuda().eval(), []
-        for row, prompt in zip(rows, prompts, strict=True):
-            tokens = torch.tensor([[*prompt, *row.tokens]], device="cuda")
-            with torch.no_grad():
-                logits = torch.func.functional_call(model, parameters, (tokens,)).logits[0]
-            logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-            chosen = logprobs.gather(-1, torch.tensor(list(row.tokens), device="cuda")[:, None])[:, 0]
-            found.append((torch.tensor(list(row.logprobs), device="cuda") - chosen).abs())
+        model = self.base.cuda().eval()
+        found = mean_difference(
+            lambda tokens: torch.func.functional_call(model, parameters, (tokens.cuda(),)).logits[0], rows, prompts
+        )
         self.base.cpu()
-        return float(torch.cat(found).mean())
+        return found
 
     def check(self, number: int, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]) -> None:
         assert self.difference(number, rows, prompts) < self.close
@@ -80,28 +74,12 @@ def adapted(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyt
 
     model_type, eager, close = request.param
     root = tmp_path_factory.mktemp("lora")
-    make_base(root / "base", model_type)
+    make_gpu_checkpoint(root / "base", 0, model_type, **SHAPES["tiny"], **(EXPERTS if model_type == "qwen3_moe" else {}))
     base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     adapters = [make_adapters(base, root / str(seed), seed) for seed in range(2)]
     config = with_adapters(gpu_config(root / "base", eager))
     with started([root / str(seed) / "refit" for seed in range(2)], config) as engine:
         yield Adapted(engine, config, base, adapters, close)
-
-
-def make_base(directory: Path, model_type: str) -> None:
-    """Random bfloat16 weights with distributions far from uniform, and routing without near ties."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    more = EXPERTS if model_type == "qwen3_moe" else {}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES, **more, tie_word_embeddings=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            spread = (2.0 if "embed" in name or "mlp.gate." in name else 0.5) / SIZES["hidden_size"] ** 0.5
-            parameter.copy_(1 + noise * 0.1 if "norm" in name else noise * spread)
-    model.bfloat16().save_pretrained(directory)
 
 
 def make_adapters(base: Any, directory: Path, seed: int) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ The reference is transformers in float32 with the same bfloat16 weights. bfloat1
 stale weight by more than 0.5.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.errors import RunError
@@ -26,13 +27,19 @@ from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.workers.vllm.burst_graphs import RELEASES
 from tests.integration import vllm_calls
-from tests.integration.vllm_models import make_config
+from tests.integration.vllm_models import chosen, make_checkpoint, make_config
 from tests.integration.vllm_ranks import requests
 
 pytest.importorskip("vllm")
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"layers": 4, "hidden": 256, "inter": 512, "heads": 8, "kv": 2, "head_dim": 64, "vocabulary": 1000},
-    "0.6B": {"layers": 28, "hidden": 1024, "inter": 3072, "heads": 16, "kv": 8, "head_dim": 128, "vocabulary": 151_936},
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **{"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000},
+        **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    },
+    "0.6B": {
+        **{"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151_936},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    },
 }
 PROMPTS = [[3 + (7 * row + 11 * place) % 900 for place in range(5 + 9 * row)] for row in range(8)]
 LONG_PROMPT = [3 + token % 900 for token in range(0, 7 * 200, 7)]
@@ -109,41 +116,35 @@ def gpu_config(model: Path, eager: bool, tp: int = 1) -> Config:
     return Config.model_validate(content)
 
 
-def make_gpu_checkpoint(
-    directory: Path, seed: int, *, layers: int, hidden: int, inter: int, heads: int, kv: int, head_dim: int, vocabulary: int
-) -> Path:
-    """Random bfloat16 weights of a Qwen3, with distributions far from uniform."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def make_gpu_checkpoint(directory: Path, seed: int, model_type: str = "qwen3", **sizes: Any) -> Path:
+    """Random bfloat16 weights with distributions far from uniform, and routing without near ties."""
 
-    config = AutoConfig.for_model(
-        "qwen3", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, device="cuda")
-            spread = (2.0 if "embed" in name else 0.5) / hidden**0.5
-            parameter.copy_(1 + noise * 0.1 if "norm" in name else noise * spread)
-    model.save_pretrained(directory)
-    return directory
+    def spread(name: str) -> float:
+        return float((2.0 if "embed" in name or "mlp.gate." in name else 0.5) / sizes["hidden_size"] ** 0.5)
+
+    more: dict[str, Any] = {"tied": True, "dtype": torch.bfloat16, "device": "cuda", "max_position_embeddings": 1024}
+    return make_checkpoint(directory, model_type, seed=seed, norms=0.1, spread=spread, **more, **sizes)
 
 
-def difference(checkpoint: Path, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]) -> float:
+def difference(
+    checkpoint: Path, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]], device: str = "cuda"
+) -> float:
     """Returns the mean difference of the rows' log-probabilities from transformers'."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().cuda().eval()
-    found: list[torch.Tensor] = []
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().to(device).eval()
+    return mean_difference(lambda tokens: model(tokens.to(device)).logits[0].float(), rows, prompts)
+
+
+def mean_difference(
+    logits_of: Callable[[Tensor], Tensor], rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]
+) -> float:
+    found: list[Tensor] = []
     for row, prompt in zip(rows, prompts, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *row.tokens]], device="cuda")).logits[0].float()
-        logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-        expected = logprobs.gather(-1, torch.tensor(list(row.tokens), device="cuda")[:, None])[:, 0]
-        found.append((torch.tensor(list(row.logprobs), device="cuda") - expected).abs())
+            logits = logits_of(torch.tensor([[*prompt, *row.tokens]]))
+        expected = chosen(torch.log_softmax(logits[len(prompt) - 1 : -1], -1).cpu(), list(row.tokens))
+        found.append((torch.tensor(list(row.logprobs)) - expected).abs())
     return float(torch.cat(found).mean())
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import termios
@@ -15,13 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from dagrl.config import Config
 from dagrl.rl.rewards import exact_match
 from dagrl.telemetry.metrics import is_measured
 from dagrl.telemetry.record import read_metrics
+from tests.integration.processes import alive, command_line, descendants, of_session, running as running_processes
 
 ROOT = Path(__file__).parents[2]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
@@ -70,15 +72,6 @@ def recorded_exact_match(prompts: list[str], completions: list[str], references:
     return exact_match(prompts, completions, references)
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process, told from a later one of the same id by its start time."""
-
-    pid: int
-    started: str
-    name: str
-
-
 class Run:
     """One `dagrl` command in a terminal of its own; `directory` is where its run is written."""
 
@@ -88,8 +81,8 @@ class Run:
         """`prefix` is a command that becomes ours, such as `ip netns exec NAME`."""
         self.directory = output / name
         self.completions = output / f"{name}.completions"
-        self.seen: set[Process] = set()
-        self.commands: set[bytes] = set()
+        self.seen: set[psutil.Process] = set()
+        self.commands: set[str] = set()
         self._before = set(os.listdir(SHARED_MEMORY))
         self._mapped: set[str] = set()
         self._looked_at = set(self._before)
@@ -173,9 +166,7 @@ class Run:
         """Remembers the processes that run now, and which new segments they have mapped."""
         new = set(descendants(self.process.pid)) - self.seen
         self.seen |= new
-        for process in new:
-            with suppress(OSError):
-                self.commands.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        self.commands |= {command_line(process.pid) for process in new}
         names = set(os.listdir(SHARED_MEMORY)) - self._looked_at
         self._looked_at |= names
         self._mapped |= _mapped({name for name in names if not _maker(name)}, [process.pid for process in self.seen])
@@ -184,8 +175,8 @@ class Run:
         """Returns the processes of this command whose command line has the pattern."""
         return [process.pid for process in descendants(self.process.pid) if re.search(pattern, command_line(process.pid))]
 
-    def left_processes(self) -> list[Process]:
-        left = of_session(self.process.pid) | self.seen & set(processes().values())
+    def left_processes(self) -> list[psutil.Process]:
+        left = of_session(self.process.pid) | set(filter(alive, self.seen))
         return sorted(left, key=lambda process: process.pid)
 
     def left_shared_memory(self) -> list[str]:
@@ -195,10 +186,11 @@ class Run:
     def end(self) -> None:
         """Kills what still runs after a failed test."""
         self.notice()
-        for process in [Process(self.process.pid, "", ""), *self.left_processes()]:
-            if process.pid != self.process.pid or self.process.poll() is None:
-                _kill(process.pid)
+        self.process.kill()
         self.process.wait()
+        for process in self.left_processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         if self._terminal >= 0:
             os.close(self._terminal)
 
@@ -246,53 +238,14 @@ def copy_run(source: Path, target: Path, last_step: int) -> None:
             shutil.rmtree(directory)
 
 
+def steps_of(run: Config | Path, name: str = "loss") -> list[Metrics]:
+    """Returns the records of a run, or of its directory, that have this metric."""
+    directory = run if isinstance(run, Path) else Path(run.output_dir) / run.name
+    return [dict(line) for line in read_metrics(directory / "metrics.jsonl") if name in line]
+
+
 def untimed(lines: Sequence[Metrics]) -> list[Metrics]:
     return [{name: value for name, value in line.items() if not is_measured(name)} for line in lines]
-
-
-def processes() -> dict[int, Process]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[1] != "Z":
-            found[int(entry.name)] = Process(int(entry.name), fields[20], fields[0])
-    return found
-
-
-def descendants(pid: int) -> list[Process]:
-    everyone = processes()
-    children: dict[int, list[int]] = {}
-    for other in everyone:
-        if fields := _stat(other):
-            children.setdefault(int(fields[2]), []).append(other)
-    found, waiting = [], [pid]
-    while waiting:
-        current = waiting.pop()
-        waiting += children.get(current, [])
-        found += [everyone[current]] if current in everyone else []
-    return found
-
-
-def command_line(pid: int) -> str:
-    """Returns the command line of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def of_session(leader: int) -> set[Process]:
-    """Returns the processes, but zombies, of the session that `leader` began."""
-    return {process for process in processes().values() if (fields := _stat(process.pid)) and fields[4] == str(leader)}
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Name, state, parent, group, session ... start time (at 20) of a process (proc(5)); None when it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    return [name, *rest.split()]
 
 
 def left_shared_memory(before: set[str], pids: Collection[int], mapped: Collection[str] = ()) -> list[str]:
@@ -302,7 +255,8 @@ def left_shared_memory(before: set[str], pids: Collection[int], mapped: Collecti
     """
     new = set(os.listdir(SHARED_MEMORY)) - before
     ours = {name for name in new if name in mapped or _maker(name) in pids}
-    return sorted(ours - {name for name in ours if _maker(name) in processes()} - _mapped(ours, processes()))
+    others = {process.pid for process in running_processes()}
+    return sorted(ours - {name for name in ours if _maker(name) in others} - _mapped(ours, others))
 
 
 def _maker(name: str) -> int | None:
@@ -319,10 +273,3 @@ def _mapped(names: set[str], pids: Iterable[int]) -> set[str]:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
             used |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
     return used
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

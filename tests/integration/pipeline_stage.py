@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dagrl.examples.pipeline import ModelConfig, TorchStage, loss_of, make_layers
+from dagrl.graphs.pipeline import one_forward_one_backward
+from dagrl.runtime.phase import Phase
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import in_warmup
+from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import StepMetrics
 
 MODEL = ModelConfig(blocks=3, width=8, vocabulary=16, dtype="float64")
@@ -89,3 +94,30 @@ def train_in_one_process(
         gradients_of(layers, clip=config.max_grad_norm)
         optimizer.step()
     return losses, gradients, weights_of(layers)
+
+
+def check_steps(
+    scheduler: Scheduler, step: Phase, group: WorkerGroup, batches: Sequence[Batch], config: ModelConfig = MODEL
+) -> None:
+    """Trains from the start on `batches`, and compares with one process on the CPU."""
+    group.call("restart")
+    losses, gradients, weights = train_in_one_process(batches, config)
+    for batch, loss, expected in zip(batches, losses, gradients, strict=True):
+        (metrics,) = scheduler.replay(step, batch).result()
+        assert metrics.sums["loss"] == pytest.approx(loss, rel=1e-6)
+        norm = np.sqrt(sum(np.square(gradient).sum() for gradient in expected))
+        assert metrics.shared["grad_norm"] == pytest.approx(norm, rel=1e-6)
+        found = [gradient for _, _, stage, _ in group.call("recorded") for gradient in stage]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    for one, other in zip([w for *_, stage in group.call("recorded") for w in stage], weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def check_order(scheduler: Scheduler, step: Phase, group: WorkerGroup, batch: Batch, microbatches: int) -> None:
+    """Checks that workers run in the order of their nodes, and hold few activations."""
+    scheduler.replay(step, batch).result()
+    stages = group.layout.pp
+    for stage, (order, most_held, _, _) in enumerate(group.call("recorded")):
+        assert order == [*one_forward_one_backward(stage, stages, microbatches), ("optimizer_step", 0)]
+        assert most_held == min(stages - stage, microbatches)

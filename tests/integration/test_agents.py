@@ -11,10 +11,11 @@ from dagrl.rl.rollout.episodes import Episode
 from dagrl.run.train import train
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 from tests.integration.agent_task import NOTES
-from tests.integration.test_async_grpo import Trained, numbers_of, one_cluster, steps_of, trained
-from tests.integration.test_async_job import OVERRIDES, PROMPTS, ROOT
+from tests.integration.main_job import GRPO, ROOT, steps_of
+from tests.integration.test_async_grpo import Trained, numbers_of, trained
+from tests.integration.test_async_job import OVERRIDES, PROMPTS
 
-__all__ = ["one_cluster", "trained"]  # fixtures
+__all__ = ["trained"]  # a fixture
 
 STEPS, AGE = 3, 1
 TEMPLATE = (
@@ -35,6 +36,7 @@ AGENT = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_cluster")
 def test_trained_tokens_are_those_that_the_agent_got(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +50,7 @@ def test_trained_tokens_are_those_that_the_agent_got(
         f"output_dir={tmp_path}",
         "name=agents",
     ]
-    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides)
+    config = load_config(ROOT / GRPO, overrides)
     train(config)
     assert sorted(numbers_of(trained)) == list(range(STEPS * PROMPTS))
     notes = {(note := json.loads(line))["seed"]: note["answers"] for line in (tmp_path / "notes").open()}

@@ -18,9 +18,11 @@ from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.checkpoint_store import read_state
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
 from dagrl.run.train import train
-from dagrl.telemetry.record import read_metrics
+from tests.integration.main_job import steps_of
 from tests.integration.unigram_task import ASKED
 from tests.integration.unigram_workers import SIZE, TRUTH
+
+pytestmark = pytest.mark.usefixtures("one_cluster")
 
 STEPS, PROMPTS, GENERATIONS = 5, 4, 3
 HF_CONFIG = {
@@ -81,17 +83,6 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return {**base, **both}
 
 
-@pytest.fixture(autouse=True)
-def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every run of this module join the session's cluster."""
-
-    @contextmanager
-    def joined(*args: object, **options: object) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", joined)
-
-
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     batches: Trained = []
@@ -103,11 +94,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
 
     monkeypatch.setattr(PolicyTrainer, "begin", watched)
     return batches
-
-
-def steps_of(config: Config) -> list[dict[str, Any]]:
-    lines = read_metrics(Path(config.output_dir) / config.name / "metrics.jsonl")
-    return [line for line in lines if "loss" in line]
 
 
 def numbers_of(batches: Trained) -> list[int]:

@@ -21,11 +21,12 @@ from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.engines import ReplayedRefit, WorkerEngines
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
 from dagrl.run.train import train
-from dagrl.telemetry.record import read_metrics
-from tests.integration.test_async_grpo import numbers_of, one_cluster, stop_after, untrained_groups
+from tests.integration.main_job import GRPO, ROOT, steps_of
+from tests.integration.test_async_grpo import numbers_of, stop_after, untrained_groups
 from tests.integration.vllm_models import chosen, hf_logprobs
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_cluster")]
+
 STEPS, PROMPTS, AGE = 4, 4, 2
 OVERRIDES = (
     "sft.max_num_steps=0",
@@ -62,13 +63,6 @@ CASES = {
     ),
     "finished": ("in_flight_weight_updates=false", "max_trajectory_age_steps=1"),
 }
-
-
-@pytest.fixture(autouse=True)
-def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every run of this module join the session's cluster."""
-    pytest.importorskip("vllm")
-    one_cluster.__wrapped__(cluster, monkeypatch)
 
 
 @pytest.fixture
@@ -108,14 +102,14 @@ def half_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def configuration(tmp_path: Path, case: str, *more: str) -> Config:
     settings = [f"grpo.async_grpo.{setting}" for setting in CASES[case]]
     overrides = [*OVERRIDES, *settings, f"output_dir={tmp_path}", "name=job", *more]
-    return load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides)
+    return load_config(ROOT / GRPO, overrides)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_half_way_and_resumed(
     tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    pytest.importorskip("vllm")
     config = configuration(tmp_path, case)
     with stop_after(steps=1), pytest.raises(StopRequestedError):
         train(config)
@@ -129,10 +123,6 @@ def test_stopped_half_way_and_resumed(
     done = trained[:before] + trained[seen:]
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
     check_tokens(tmp_path, done, case)
-
-
-def steps_of(config: Config) -> list[dict[str, Any]]:
-    return [dict(line) for line in read_metrics(Path(config.output_dir) / "job" / "metrics.jsonl") if "loss" in line]
 
 
 def check_tokens(tmp_path: Path, batches: list[list[ScoredGroup]], case: str) -> None:

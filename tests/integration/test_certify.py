@@ -12,11 +12,9 @@ from dagrl.run.certify import certify
 from dagrl.run.counterfactual import replay_step
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
-from tests.integration.test_async_grpo import one_cluster
+from tests.integration.main_job import GRPO, ROOT
 
-__all__ = ["one_cluster"]  # a fixture: all tests use one cluster
-
-QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_quickstart.yaml"
+pytestmark = pytest.mark.usefixtures("one_cluster")
 
 
 def test_half_the_limit_of_gradients_is_found_though_adam_all_but_cancels_it(tmp_path: Path) -> None:
@@ -43,7 +41,7 @@ def test_a_replayed_step_has_the_gradient_norm_of_its_record(tmp_path: Path) -> 
         *("sft.max_num_steps=60", "grpo.max_num_steps=3", "checkpointing.save_period=61", "checkpointing.export_hf=false"),
         *("policy.megatron_cfg.data_parallel_size=2", f"output_dir={tmp_path}", "name=run"),
     ]
-    train(load_config(QUICKSTART, overrides))
+    train(load_config(ROOT / GRPO, overrides))
     (compared,) = replay_step(tmp_path / "run", 63, ["loss_fn.name=reinforce"])  # two steps after the checkpoint
     recorded = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     original = compared.original.flat()

@@ -18,6 +18,7 @@ from dagrl.runtime.phase import Shard, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.split import Codec
 from dagrl.runtime.worker_group import WorkerGroup
+from tests.integration.schedules import actors_of
 
 Array = npt.NDArray[Any]
 
@@ -96,11 +97,8 @@ def in_place(train: Shard, data):
 
 @pytest.fixture(scope="module")
 def actors(cluster: None) -> Iterator[list[Any]]:
-    made = ray.remote(num_cpus=0, concurrency_groups={"_ray_system": 8})(Model)
-    actors = [made.remote() for _ in range(4)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
+    with actors_of(Model, [()] * 4, groups={"_ray_system": 8}) as actors:
+        yield actors
 
 
 def table(rows: int, tokens: int) -> TensorTable:

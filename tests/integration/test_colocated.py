@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from dagrl.config import Config
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import preflight
 from dagrl.run.train import train
-from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
+from tests.integration.main_job import steps_of
+from tests.integration.test_async_grpo import configuration
 from tests.integration.test_ppo import CRITIC, TEACHER, ppo, write_teacher
 from tests.integration.unigram_workers import EXCHANGES
 
@@ -42,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Callable[[st
     @cache
     def trained(name: str) -> Config:
         with pytest.MonkeyPatch.context() as patch:
-            one_cluster.__wrapped__(cluster, patch)
+            patch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
             train(configs[name])
         return configs[name]
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from dagrl.errors import PhaseError
 from dagrl.runtime.graph import Arguments
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
+from tests.integration.schedules import actors_of, compiled
 
 
 class Colocated:
@@ -67,28 +69,21 @@ def stuck(ref: Shard, seconds):
     return ref.map("sleep", seconds)
 
 
-PHASES = {train: 0, logprobs: 0, both: 0, stuck: 0.0}
+PHASES = {train: 0, logprobs: 0, both: 0, stuck: 0.0, call: None}
 
 
-def scheduler_of(actors: list[Any], executor: str, engine: str = "dagrl", **options: Any) -> Scheduler:
+@contextmanager
+def scheduler_of(actors: list[Any], executor: str, engine: str = "dagrl") -> Iterator[Scheduler]:
     groups = [WorkerGroup.from_actors(actors, ParallelLayout(tp=2), "actor", health_group="health")]
     groups.append(WorkerGroup.from_actors(actors[::-1], ParallelLayout(dp=2), "ref", health_group="health"))
-    given = {"fallback": "error", "replay_s": 40.0, "teardown_s": 5.0, **options}
-    scheduler = Scheduler(groups, SchedulerOptions(executor=executor, engine=engine, **given))  # type: ignore[arg-type]
-    for item, value in PHASES.items():
-        scheduler.add(item, warmup_value=value)
-    scheduler.add(call)
-    scheduler.compile()
-    return scheduler
+    with compiled(groups, PHASES, warm=False, executor=executor, engine=engine, replay_s=40.0) as scheduler:
+        yield scheduler
 
 
 @pytest.fixture
 def actors(cluster: None) -> Iterator[list[Any]]:
-    made = ray.remote(num_cpus=0, concurrency_groups={"_ray_system": 8, "health": 1})(Colocated)
-    actors = [made.remote(rank) for rank in range(2)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
+    with actors_of(Colocated, [(0,), (1,)], groups={"_ray_system": 8, "health": 1}) as actors:
+        yield actors
 
 
 @pytest.mark.parametrize(

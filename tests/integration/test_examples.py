@@ -10,10 +10,8 @@ import pytest
 from dagrl.cli.main import main
 from dagrl.config.file import dump_config
 from dagrl.examples import own_loss
-from tests.integration.main_job import ROOT
-from tests.integration.test_async_grpo import ASYNC, configuration, one_cluster, steps_of
-
-__all__ = ["one_cluster"]  # a fixture
+from tests.integration.main_job import ROOT, steps_of
+from tests.integration.test_async_grpo import ASYNC, configuration
 
 OWN = {
     "loss_fn": {"name": "dagrl.examples.own_loss:soft_clip", "args": {"width": 0.5}},
@@ -22,6 +20,7 @@ OWN = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_cluster")
 def test_an_algorithm_trains_from_the_command_line(tmp_path: Path) -> None:
     config = configuration(tmp_path, "own", grpo={"max_num_steps": 8, "async_grpo": ASYNC})
     path = tmp_path / "config.yaml"

@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from dagrl.errors import DeadlineError, PhaseError, WorkerError
 from dagrl.runtime import compile as compile_module
 from dagrl.runtime.executors.eager import takes_in_order
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.phase import Phase, Shard, join, phase
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker import in_warmup
 from dagrl.runtime.worker_group import WorkerGroup
+from tests.integration.schedules import actors_of, compiled
 
 
 class Threaded:
@@ -109,46 +111,27 @@ ORDER = {"two": ["first", "second"], "one": ["alone"], "back_and_forth": ["out",
 """The nodes of worker 0 in each phase."""
 
 
-def two_actors(worker: type, **options: Any) -> list[Any]:
-    return [ray.remote(num_cpus=0)(worker).options(**options).remote() for _ in range(2)]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"worker": Threaded},
+    "two threads": {"worker": Threaded, "max_concurrency": 2},
+    "an event loop": {"worker": WithEventLoop},
+    "concurrency groups": {"worker": Threaded, "max_concurrency": 3, "groups": {"io": 2}},
+}
 
 
-def with_two_threads() -> list[Any]:
-    return two_actors(Threaded, max_concurrency=2)
-
-
-def with_four_threads() -> list[Any]:
-    return two_actors(Threaded, max_concurrency=4)
-
-
-def with_an_event_loop() -> list[Any]:
-    return two_actors(WithEventLoop)
-
-
-def with_concurrency_groups() -> list[Any]:
-    made = ray.remote(num_cpus=0, concurrency_groups={"io": 2})(Threaded)
-    return [made.options(max_concurrency=3).remote() for _ in range(2)]
-
-
-def plain() -> list[Any]:
-    return two_actors(Threaded)
-
-
-WAYS = [
-    plain,
-    pytest.param(with_two_threads, marks=pytest.mark.slow),
-    with_an_event_loop,
-    pytest.param(with_concurrency_groups, marks=pytest.mark.slow),
-]
-
-
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(way, marks=[pytest.mark.slow] * (way in ("two threads", "concurrency groups"))) for way in WAYS],
+)
 def made(cluster: None, request: pytest.FixtureRequest) -> Iterator[list[Any]]:
-    make: Callable[[], list[Any]] = request.param
-    made = make()
-    yield made
-    for actor in made:
-        ray.kill(actor)
+    with actors_of(**WAYS[request.param]) as made:
+        yield made
+
+
+@pytest.fixture
+def with_an_event_loop(cluster: None) -> Iterator[list[Any]]:
+    with actors_of(WithEventLoop) as made:
+        yield made
 
 
 @pytest.fixture
@@ -158,16 +141,14 @@ def actors(made: list[Any]) -> list[Any]:
     return made
 
 
-def scheduler_of(actors: list[Any], executor: Any) -> Scheduler:
-    options = SchedulerOptions(executor=executor, fallback="error", replay_s=40.0, teardown_s=5.0)
-    return Scheduler([WorkerGroup.from_actors(actors, ParallelLayout(tp=2))], options)
+def running(actors: list[Any], phases: Collection[Phase], executor: str = "compiled") -> AbstractContextManager[Scheduler]:
+    """Starts a scheduler of phases on two actors, without a warm-up."""
+    group = WorkerGroup.from_actors(actors, ParallelLayout(tp=2))
+    return compiled(group, dict.fromkeys(phases, 0), warm=False, executor=executor, replay_s=40.0)
 
 
 def test_eager_nodes_keep_the_order_of_replays_and_of_their_phase(actors: list[Any]) -> None:
-    with scheduler_of(actors, "eager") as scheduler:
-        for item in (two, one, back_and_forth):
-            scheduler.add(item, warmup_value=0)
-        scheduler.compile()
+    with running(actors, (two, one, back_and_forth), "eager") as scheduler:
         started = [(item, value) for value in range(5) for item in (two, back_and_forth, one)]
         replays = [scheduler.replay(item, value) for item, value in started]
         assert [replay.result() for replay in replays[:3]] == [([0] * 4,), ([0] * 7,), ([0, 0],)]
@@ -190,11 +171,7 @@ def test_handles_from_other_processes_know_the_threads_of_their_actor(cluster: N
 
 def test_failures_of_an_actor_with_threads_block_no_other_node(cluster: None) -> None:
     """Neither an exception, whose node lets the next one in, nor a death, after which none may come."""
-    actors = with_four_threads()
-    with scheduler_of(actors, "eager") as scheduler:
-        for item in (two, refused):
-            scheduler.add(item, warmup_value=0)
-        scheduler.compile()
+    with actors_of(Threaded, max_concurrency=4) as actors, running(actors, (two, refused), "eager") as scheduler:
         for _ in range(2):
             replays = [scheduler.replay(item, 1) for item in (refused, two, refused, two)]
             for replay in replays[::2]:
@@ -207,7 +184,6 @@ def test_failures_of_an_actor_with_threads_block_no_other_node(cluster: None) ->
         with pytest.raises(PhaseError, match=r"train worker 1 .* died"):
             scheduler.replay(two, 2).result()
         assert time.monotonic() - started < 20.0  # half of the replay's deadline
-    ray.kill(actors[0])
 
 
 @pytest.mark.parametrize("on_ray", ["", "one"], ids=["one engine", "both engines"])
@@ -216,12 +192,8 @@ def test_compiled_phases_of_any_number_keep_their_order_too(
 ) -> None:
     """Also if one of them runs on Ray's engine, which takes the only thread that Ray has for loops on such an actor."""
     monkeypatch.setattr(compile_module, "accelerated", lambda graph: graph.phase == on_ray)
-    with scheduler_of(actors, "compiled") as scheduler:
-        phases = [two, one, back_and_forth]
-        more = [replace(one, name=f"more_{number}") for number in range(4)]
-        for item in (*phases, *more):
-            scheduler.add(item, warmup_value=0)
-        scheduler.compile()
+    more = [replace(one, name=f"more_{number}") for number in range(4)]
+    with running(actors, [two, one, back_and_forth, *more]) as scheduler:
         started = [(item, value) for value in range(3) for item in (two, more[value], back_and_forth, one)]
         replays = [scheduler.replay(item, value) for item, value in started]
         for replay, (_, value) in zip(replays, started, strict=True):
@@ -232,9 +204,7 @@ def test_compiled_phases_of_any_number_keep_their_order_too(
 
 
 def test_plain_calls_between_replays_keep_their_order_and_are_never_lost(actors: list[Any]) -> None:
-    with scheduler_of(actors, "compiled") as scheduler:
-        scheduler.add(one, warmup_value=0)
-        scheduler.compile()
+    with running(actors, [one]) as scheduler:
         meanwhile = []
         for value in range(4):
             ray.get([actor.run.remote(value, name="before") for actor in actors])
@@ -251,18 +221,12 @@ def test_plain_calls_between_replays_keep_their_order_and_are_never_lost(actors:
 
 
 @pytest.mark.parametrize("executor", ["compiled", "eager"])
-def test_async_methods_run_on_the_event_loop_of_their_actor(cluster: None, executor: str) -> None:
-    actors = with_an_event_loop()
-    with scheduler_of(actors, executor) as scheduler:
-        for item in (awaits, one):
-            scheduler.add(item, warmup_value=0)
-        scheduler.compile()
-        loops = ray.get([actor.thread.remote() for actor in actors])
+def test_async_methods_run_on_the_event_loop_of_their_actor(with_an_event_loop: list[Any], executor: str) -> None:
+    with running(with_an_event_loop, (awaits, one), executor) as scheduler:
+        loops = ray.get([actor.thread.remote() for actor in with_an_event_loop])
         replays = [scheduler.replay(item, 1) for item in (awaits, one, awaits)]
         found = [replay.result() for replay in replays]
     assert found == [([(1, False, name) for name in loops],), ([1, 1],), ([(1, False, name) for name in loops],)]
-    for actor in actors:
-        ray.kill(actor)
 
 
 def test_a_health_group_that_the_actors_lack_is_an_error(cluster: None) -> None:
@@ -274,31 +238,21 @@ def test_a_health_group_that_the_actors_lack_is_an_error(cluster: None) -> None:
         WorkerGroup.from_actors([actor], ParallelLayout(), health_group="healt")
 
 
-def test_plain_calls_run_while_a_node_waits_on_the_event_loop(cluster: None) -> None:
-    actors = with_an_event_loop()
-    with scheduler_of(actors, "compiled") as scheduler:
-        scheduler.add(blocked, warmup_value=0)
-        scheduler.compile()
+def test_plain_calls_run_while_a_node_waits_on_the_event_loop(with_an_event_loop: list[Any]) -> None:
+    actors = with_an_event_loop
+    with running(actors, [blocked]) as scheduler:
         replay = scheduler.replay(blocked, 5)
         assert ray.get([actor.later.remote(3) for actor in actors])[0][0] == 3
         with pytest.raises(DeadlineError):
             replay.result(timeout_s=0)
         ray.get([actor.release.remote() for actor in actors])
         assert replay.result() == ([5, 5],)
-    for actor in actors:
-        ray.kill(actor)
 
 
-def test_a_coroutine_that_does_not_end_is_cancelled_and_its_actor_goes_on(cluster: None) -> None:
-    actors = with_an_event_loop()
-    with scheduler_of(actors, "compiled") as scheduler:
-        for item in (blocked, one):
-            scheduler.add(item, warmup_value=0)
-        scheduler.compile()
+def test_a_coroutine_that_does_not_end_is_cancelled_and_its_actor_goes_on(with_an_event_loop: list[Any]) -> None:
+    with running(with_an_event_loop, (blocked, one)) as scheduler:
         with pytest.raises(PhaseError, match=r"(?s)hung.*train\[0\]\.until_released"):
             scheduler.replay(blocked, 5, deadline_s=0.5).result()
         scheduler.recover()
         assert scheduler.replay(one, 6).result() == ([6, 6],)
-        assert ray.get(actors[0].later.remote(3))[0] == 3
-    for actor in actors:
-        ray.kill(actor)
+        assert ray.get(with_an_event_loop[0].later.remote(3))[0] == 3

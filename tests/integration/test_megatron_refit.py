@@ -1,9 +1,7 @@
 """A Megatron worker sends its live weights in a refit to a receiver in this process."""
 
-import re
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,32 +11,21 @@ import torch
 
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.refit import RefitPlan, RefitReceiver, plan_refit
-from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.store import reserve_port
 from tests.integration import megatron_reference as reference
 from tests.integration.train_cases import Case, each, logprobs, megatron, train
 from tests.integration.train_pool import Group, WorkerError, WorkerPool
-
-
-def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
-    """Returns a destination with every whole parameter under its own name; experts as stacks."""
-    stacks = Counter(re.sub(r"experts\.\d+\.", "experts.*.", name) for name in shapes)
-    slices = []
-    for name, count in stacks.items():
-        box = tuple((0, extent) for extent in shapes[name.replace("*", "0")])
-        box = ((0, count), *box) if "*" in name else box
-        slices.append(WeightSlice(name, box, name, box))
-    return slices
+from tests.integration.vllm_models import whole_model
 
 
 @each([megatron("qwen3_tied", tp=2, pp=2), megatron("qwen3_moe", dp=2, ep=2)])
 def test_weights_after_each_step_arrive(case: Case, pool: WorkerPool) -> None:
     batch = reference.make_batch()
     with case.group(pool) as group:
-        shapes = {name: tensor.shape for name, tensor in reference.assemble(group.call("weights")).items()}
-        plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
-        received = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        weights = reference.assemble(group.call("weights"))
+        received = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
+        plan = plan_refit(group.call("weight_slices"), [whole_model(received)], dtype="float32")
         with receiving(group, plan, received) as receive:
             group.call("snapshot_reference")
             for version in (1, 2):

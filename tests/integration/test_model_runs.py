@@ -1,18 +1,30 @@
 """Whole runs, SFT and then GRPO with real engines: a model that Megatron does not have, LoRA, and replayed experts."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from dagrl.config.file import load_config
 from dagrl.run.train import train
-from dagrl.telemetry.record import read_metrics
-from tests.integration.main_job import COMPLETIONS, GRPO, ROOT, SMALL, train as train_command
-from tests.integration.test_async_grpo import one_cluster
+from tests.integration.main_job import COMPLETIONS, GRPO, ROOT, SMALL, Metrics, steps_of, train as train_command
 
-__all__ = ["one_cluster"]  # a fixture
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("completions")]
+
+
+@pytest.fixture
+def completions(one_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the reward of `SMALL` records what it was asked."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
+
+
+def assert_same_steps(found: list[Metrics], expected: list[Metrics]) -> None:
+    steps = {row["step"]: row for row in found}
+    for row in expected:
+        for name in ("loss", "grad_norm", "reward/mean"):
+            assert steps[row["step"]][name] == pytest.approx(row[name], rel=1e-6), (name, row["step"])
+
 
 GEMMA3 = (
     *(
@@ -32,22 +44,14 @@ GEMMA3 = (
 PACKED = "policy.sequence_packing={enabled: true, train_mb_tokens: 256, logprob_mb_tokens: 512}"
 
 
-@pytest.mark.slow
-def test_gemma3_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
+def test_gemma3_trains_and_resumes(tmp_path: Path) -> None:
     words = (*SMALL, *GEMMA3, PACKED, "checkpointing.export_hf=true", f"output_dir={tmp_path}")
     train(load_config(ROOT / GRPO, (*words, "name=whole")))
     train(load_config(ROOT / GRPO, (*words, "name=parts", "grpo.max_num_steps=3")))
     train(load_config(ROOT / GRPO, (*words, "name=parts", "checkpointing.resume=true")))
-    whole, parts = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "parts"))
-    steps = [row for row in whole if "gen_kl_error" in row]
-    assert len(steps) == 6
-    assert all(row["gen_kl_error"] < 1e-6 for row in steps)
-    again = {row["step"]: row for row in parts if "gen_kl_error" in row}
-    for row in steps:
-        for name in ("loss", "grad_norm", "reward/mean"):
-            np.testing.assert_allclose(again[row["step"]][name], row[name], rtol=1e-6, err_msg=f"{name} {row['step']}")
+    whole, parts = (steps_of(tmp_path / name, "gen_kl_error") for name in ("whole", "parts"))
+    assert len(whole) == 6 and all(row["gen_kl_error"] < 1e-6 for row in whole)
+    assert_same_steps(parts, whole)
     assert "  # derived: Megatron trains llama" in (tmp_path / "whole" / "config.yaml").read_text()
     from transformers import AutoModelForCausalLM
 
@@ -61,19 +65,13 @@ BACKENDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_both_backends_take_the_same_steps_and_continue_each_others_exports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("vllm")
-    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
+def test_both_backends_take_the_same_steps_and_continue_each_others_exports(tmp_path: Path) -> None:
     words = (*SMALL, "grpo.max_num_steps=10", "checkpointing.save_period=100", f"output_dir={tmp_path}")
     first = (*words, "sft.max_num_steps=40", "checkpointing.export_hf=true")
 
-    def steps(run: str, *more: str) -> list[dict[str, Any]]:
+    def steps(run: str, *more: str) -> list[Metrics]:
         train(load_config(ROOT / GRPO, (*more, f"name={run}")))
-        return [row for row in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in row]
+        return steps_of(tmp_path / run)
 
     ours, theirs = (steps(backend, *first, *keys) for backend, keys in BACKENDS.items())
     assert len(ours) == 50 and ours[-1]["stage"] == "grpo"
@@ -88,39 +86,27 @@ def test_both_backends_take_the_same_steps_and_continue_each_others_exports(
         assert all(row["gen_kl_error"] < 1e-6 for row in continued)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_gemma3_trains_colocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemma3_trains_colocated(tmp_path: Path) -> None:
     """Train state leaves before an engine works, and returns: losses are those of separate workers."""
-    pytest.importorskip("vllm")
-    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
     words = (*SMALL, *GEMMA3, PACKED, "policy.precision=bfloat16", f"output_dir={tmp_path}")
     train(load_config(ROOT / GRPO, (*words, "name=apart")))
     colocated = "policy.generation.colocated={enabled: true, exchange: always}"
     train(load_config(ROOT / GRPO, (*words, colocated, "name=together")))
-    apart, together = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("apart", "together"))
-    steps = {row["step"]: row for row in together if "gen_kl_error" in row}
-    assert len(steps) == 6 and all(row["timing_s/exchange"] > 0 for row in steps.values())
-    for row in apart:
-        if "gen_kl_error" in row:
-            for name in ("loss", "grad_norm", "reward/mean"):
-                assert steps[row["step"]][name] == pytest.approx(row[name], rel=1e-6), (name, row["step"])
+    apart, together = (steps_of(tmp_path / name, "gen_kl_error") for name in ("apart", "together"))
+    assert len(together) == 6 and all(row["timing_s/exchange"] > 0 for row in together)
+    assert_same_steps(together, apart)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [("policy.megatron_cfg.data_parallel_size=1",), GEMMA3], ids=["megatron", "fsdp"])
 @pytest.mark.parametrize("refit", ["merged", "adapters"])
-def test_engines_generate_with_the_adapters_that_train(
-    refit: str, model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("vllm")
-    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
+def test_engines_generate_with_the_adapters_that_train(refit: str, model: tuple[str, ...], tmp_path: Path) -> None:
     peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, target_modules: [q_proj, up_proj]}}"
     keys = "sft.lr=0.02", "policy.optimizer.lr=0.005"
     words = (*SMALL, *model, f"policy.peft={peft}", *keys, f"output_dir={tmp_path}", "name=lora")
     train(load_config(ROOT / GRPO, words))
     run = tmp_path / "lora"
-    steps = [row for row in read_metrics(run / "metrics.jsonl") if "gen_kl_error" in row]
+    steps = steps_of(run, "gen_kl_error")
     assert len(steps) == 6
     assert all(row["gen_kl_error"] < 1e-5 for row in steps)
     assert all(row["policy/kl"] > 1e-3 for row in steps)  # the reference is the base model: before SFT
@@ -140,7 +126,7 @@ MODEL = (
 )
 
 
-def runs_without_and_with_replay(directory: Path, *options: str) -> tuple[dict[bool, float], list[dict[str, Any]]]:
+def runs_without_and_with_replay(directory: Path, *options: str) -> tuple[dict[bool, float], list[Metrics]]:
     """Trains twice. Returns the mean `gen_kl_error` without and with replay, and the steps of the run with it."""
     error = {}
     for replay in (False, True):
@@ -154,9 +140,7 @@ def runs_without_and_with_replay(directory: Path, *options: str) -> tuple[dict[b
     return error, steps
 
 
-@pytest.mark.slow
 def test_generation_and_training_are_closer_with_the_same_experts(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
     options = ("policy.precision=bfloat16", f"policy.random_init.hf_config={MODEL}")
     error, steps = runs_without_and_with_replay(tmp_path, *options)
     assert all(0.9 < row["moe/replayed_agreement"] < 1 for row in steps)

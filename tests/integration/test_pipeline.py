@@ -2,16 +2,22 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from dagrl.errors import PhaseError
-from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
+from dagrl.graphs.pipeline import pipeline_phase
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Bucket
 from dagrl.runtime.worker_group import WorkerGroup
-from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process
+from tests.integration.pipeline_stage import (
+    MODEL,
+    RecordedStage,
+    check_order,
+    check_steps,
+    ragged_batch,
+    train_in_one_process,
+)
 
 MICROBATCHES = 4
 STEP = pipeline_phase(MICROBATCHES)
@@ -36,27 +42,11 @@ def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Sc
 
 
 def test_three_steps_equal_one_process(scheduler: Scheduler, group: WorkerGroup) -> None:
-    group.call("restart")
-    batches = [ragged_batch(7, 6, seed) for seed in range(3)]  # the eighth row of the bucket is padding
-    losses, gradients, weights = train_in_one_process(batches)
-    for batch, loss, expected in zip(batches, losses, gradients, strict=True):
-        (metrics,) = scheduler.replay(STEP, batch).result()
-        assert metrics.sums["loss"] == pytest.approx(loss, rel=1e-6)
-        norm = np.sqrt(sum(np.square(gradient).sum() for gradient in expected))
-        assert metrics.shared["grad_norm"] == pytest.approx(norm, rel=1e-6)
-        found = [gradient for _, _, stage, _ in group.call("recorded") for gradient in stage]
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
-    for one, other in zip([w for *_, stage in group.call("recorded") for w in stage], weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    check_steps(scheduler, STEP, group, [ragged_batch(7, 6, seed) for seed in range(3)])  # the eighth row is padding
 
 
 def test_workers_run_in_the_order_of_their_nodes_and_hold_few_activations(scheduler: Scheduler, group: WorkerGroup) -> None:
-    scheduler.replay(STEP, ragged_batch(8, 6, 0)).result()
-    stages = group.layout.pp
-    for stage, (order, most_held, _, _) in enumerate(group.call("recorded")):
-        assert order == [*one_forward_one_backward(stage, stages, MICROBATCHES), ("optimizer_step", 0)]
-        assert most_held == min(stages - stage, MICROBATCHES)
+    check_order(scheduler, STEP, group, ragged_batch(8, 6, 0), MICROBATCHES)
 
 
 def test_a_stage_that_fails_is_named_no_stage_steps_and_the_graph_lives_on(scheduler: Scheduler, group: WorkerGroup) -> None:

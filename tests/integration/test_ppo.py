@@ -17,12 +17,11 @@ from dagrl.run.loops import policy_update
 from dagrl.run.session import LastStep
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
-from dagrl.telemetry.record import read_metrics
-from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
-from tests.integration.test_train_values import QUICKSTART
+from tests.integration.main_job import GRPO, ROOT, steps_of
+from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration
 from tests.integration.unigram_workers import SIZE, TAUGHT
 
-__all__ = ["one_cluster"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_cluster")
 
 WORKERS = "tests.integration.unigram_workers"
 CRITIC = {"worker": f"{WORKERS}:UnigramCritic", "optimizer": {"lr": 1.0}}
@@ -115,7 +114,7 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
     assert all("critic/explained_variance" in step for step in steps)
     if warmup:
         assert truth[0] == truth[1] != truth[2]
-        taken = [line for line in read_metrics(tmp_path / "ppo" / "metrics.jsonl") if "critic/loss" in line]
+        taken = steps_of(config, "critic/loss")
         assert ["loss" in line for line in taken] == [False, True, True, True, True]
 
 
@@ -166,7 +165,7 @@ QUICK = (
 @pytest.mark.slow
 def test_ppo_learns(tmp_path: Path) -> None:
     """The critic has tensor parallelism, the policy data parallelism."""
-    whole = load_config(QUICKSTART, (*QUICK, f"output_dir={tmp_path}"))
+    whole = load_config(ROOT / GRPO, (*QUICK, f"output_dir={tmp_path}"))
     train(whole)
     steps = [step for step in steps_of(whole) if step["stage"] == "ppo"]
     rewards = [step["reward/mean"] for step in steps]

@@ -1,7 +1,6 @@
 """The loop over preferences with the unigram model: every step is that of plain torch, and a resumed run goes on with it."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from dagrl.errors import StopRequestedError
 from dagrl.run.session import LastStep
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
-from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
+from tests.integration.main_job import ROOT, SFT, steps_of
+from tests.integration.test_async_grpo import configuration
 from tests.integration.unigram_workers import SIZE
 
-__all__ = ["one_cluster"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_cluster")
 
 STEPS, PAIRS, BETA, RATE = 6, 4, 0.3, 2.0
 
@@ -112,7 +112,6 @@ def test_every_step_is_that_of_plain_torch(tmp_path: Path) -> None:
     assert first["validation/loss"] == pytest.approx(losses[0]) and steps[-1]["validation/preference/accuracy"] == 1.0
 
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "sft_quickstart.yaml"
 RUN_STEPS = 20
 
 
@@ -134,14 +133,13 @@ def megatron_configuration(tmp_path: Path, algorithm: str, *overrides: str) -> C
         "cluster.num_gpus=0",
         *overrides,
     )
-    return load_config(QUICKSTART, words)
+    return load_config(ROOT / SFT, words)
 
 
 @pytest.mark.slow
-def test_a_reward_model_learns_preferences(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_model_learns_preferences(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     config = megatron_configuration(tmp_path, "reward_model")
     train(config)
     steps = steps_of(config)

@@ -1,6 +1,5 @@
 """One suite over every executor and engine, with fake workers: results, order, limits and failures."""
 
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,8 @@ from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
+from tests.integration.processes import processor_seconds
+from tests.integration.schedules import group_of
 from tests.unit.runtime.doubles import Unreadable
 
 TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
@@ -75,16 +76,14 @@ def large(train: Shard, size):
     return train.map("large", size)
 
 
+WELL = {"rank": -1, "kind": "raise"}  # no worker is meant
 OPTIONS = {"max_in_flight": 2, "result_bytes": 1 << 16, "replay_s": 30.0, "teardown_s": 5.0}
 
 
 @pytest.fixture(scope="module")
 def groups(cluster: None) -> Iterator[list[WorkerGroup]]:
-    train = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=2, pp=2, tp=1), None)
-    generation = WorkerGroup.create("generation", FakeWorker, ParallelLayout(dp=1, tp=2), None)
-    yield [train, generation]
-    for group in (train, generation):
-        group.shutdown(5.0)
+    with group_of(FakeWorker, dp=2, pp=2) as train, group_of(FakeWorker, "generation", tp=2) as generation:
+        yield [train, generation]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -92,13 +91,9 @@ def scheduler(request: pytest.FixtureRequest, groups: list[WorkerGroup]) -> Iter
     with Scheduler(groups, SchedulerOptions(**ENGINES[request.param], fallback="error", **OPTIONS)) as scheduler:
         for item in (double, count_tokens):
             scheduler.add(item, buckets=[Bucket(2, 4), Bucket(4, 8)])
-        for item in (ranks, both):
-            scheduler.add(item, warmup_value="warm")
-        scheduler.add(chain, warmup_value=0)
-        scheduler.add(slow, warmup_value=0.0)
-        scheduler.add(slow_generation, warmup_value=0.0)
-        scheduler.add(misbehave, warmup_value={"rank": -1, "kind": "raise"})
-        scheduler.add(large, warmup_value=1)
+        values = {ranks: "warm", both: "warm", chain: 0, slow: 0.0, slow_generation: 0.0, misbehave: WELL, large: 1}
+        for item, value in values.items():
+            scheduler.add(item, warmup_value=value)
         before = set(ray._private.state.actors())
         scheduler.compile()
         STARTED[request.param] = len(set(ray._private.state.actors()) - before)
@@ -147,7 +142,7 @@ def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(sched
     assert failure.coordinates == "dp 1, pp 1, tp 0, cp 0"
     assert 'raise ValueError("the fake worker' in failure.traceback
     assert scheduler.groups["train"].call("was_aborted") == [False, False, False, True]
-    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+    assert scheduler.replay(misbehave, WELL).result() == ([0, 2], [1, 3])
 
 
 def test_an_input_that_workers_cannot_unpickle_is_the_failure_of_each_and_the_graph_lives_on(scheduler: Scheduler) -> None:
@@ -157,7 +152,7 @@ def test_an_input_that_workers_cannot_unpickle_is_the_failure_of_each_and_the_gr
     train = scheduler.groups["train"]
     assert train.call("was_aborted") == [True] * 4, "peers would wait for them"
     train.call_function(lambda worker: setattr(worker, "aborted", False))
-    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+    assert scheduler.replay(misbehave, WELL).result() == ([0, 2], [1, 3])
 
 
 @pytest.mark.parametrize("value", [{"rank": 3, "kind": "unreadable"}, [Unreadable()]], ids=["result", "in a list"])
@@ -169,7 +164,7 @@ def test_a_value_that_cannot_be_unpickled_is_an_error_that_names_it_and_breaks_t
     assert caught.value.breaks
     scheduler.groups["train"].call_function(lambda worker: setattr(worker, "aborted", False))
     scheduler.recover()
-    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+    assert scheduler.replay(misbehave, WELL).result() == ([0, 2], [1, 3])
 
 
 def test_tensors_of_newer_dtypes_come_as_they_are(scheduler: Scheduler) -> None:
@@ -223,7 +218,7 @@ def test_many_phases_live_on_the_same_workers(scheduler: Scheduler) -> None:
         (both, "x", ([0, 2, 1, 3, 0, 1],)),
         (count_tokens, batch, (9, 9)),
         (slow, 0.0, ("done", "done")),
-        (misbehave, {"rank": -1, "kind": "raise"}, ([0, 2], [1, 3])),
+        (misbehave, WELL, ([0, 2], [1, 3])),
         (large, 3, None),
     ]
     for turn in range(8):
@@ -253,11 +248,6 @@ def test_graphs_that_wait_take_no_processor_time(scheduler: Scheduler) -> None:
         time.sleep(1.0)
         used.append(max(processor_seconds(pid) - start for pid, start in zip(pids, before, strict=True)))
     assert min(used) < 0.2, "a loop of a compiled graph polls"
-
-
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Unbuilt(FakeWorker):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-import ray
 
 from dagrl.bench.worker import BenchWorker
 from dagrl.runtime.executors.node import TRACE_CAPACITY, drain_runs, state_of
@@ -16,6 +15,7 @@ from dagrl.runtime.phase import Input, Phase, Shard, Value, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
+from tests.integration.schedules import actors_of
 
 WARMUP, REPLAYS = 300, 2000
 OBJECTS, BYTES = REPLAYS // 10, 16 * REPLAYS
@@ -38,10 +38,8 @@ BATCH = Batch({"tokens": np.ones((3, 5), np.int64), "lengths": np.array([5, 2, 4
 
 @pytest.fixture(scope="module")
 def group(cluster: None) -> Iterator[WorkerGroup]:
-    actor = ray.remote(num_cpus=0)(BenchWorker)
-    group = WorkerGroup.from_actors([actor.remote() for _ in range(2)], ParallelLayout(tp=2))
-    yield group
-    group.kill([0, 1])
+    with actors_of(BenchWorker) as actors:
+        yield WorkerGroup.from_actors(actors, ParallelLayout(tp=2))
 
 
 def count(worker: BenchWorker | None = None) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from tempfile import mkdtemp
 import pytest
 
 from tests.integration.main_job import ROOT
+from tests.integration.processes import command_line
 
 pytestmark = [
     pytest.mark.slow,
@@ -102,8 +103,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 def workers_of(node: str) -> int:
     found = subprocess.run(["ip", "netns", "pids", node], check=True, capture_output=True, text=True).stdout.split()
-    titles = [Path("/proc", number, "cmdline") for number in found]
-    return sum("ray::MegatronWorker" in title.read_text() for title in titles if title.exists())
+    return sum("ray::MegatronWorker" in command_line(int(pid)) for pid in found)
 
 
 def job(directory: Path, *more: str) -> list[str]:

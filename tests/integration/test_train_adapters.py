@@ -16,9 +16,10 @@ from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.train.hf_load import read_hf_config
 from tests.integration import megatron_reference as reference
-from tests.integration.test_megatron_refit import receiving, whole_model
+from tests.integration.test_megatron_refit import receiving
 from tests.integration.train_cases import UNCLIPPED, Case, each, fsdp, logprobs, megatron, train
 from tests.integration.train_pool import WorkerError, WorkerPool
+from tests.integration.vllm_models import whole_model
 
 DIM, ALPHA = 4, 6.0
 
@@ -185,9 +186,8 @@ def test_a_refit_of_adapters_alone_sends_those_of_the_export(case: Case, pool: W
     with case.group(pool, **adapters_of(None, SENT[case], refit="adapters")) as group:
         group.call("export_hf", str(tmp_path / "start"))
         stored = load_file(tmp_path / "start" / "adapter" / "adapter_model.safetensors")
-        shapes = {name.removeprefix("base_model.model."): tensor.shape for name, tensor in stored.items()}
-        received = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
+        received = {name.removeprefix("base_model.model."): torch.zeros_like(tensor) for name, tensor in stored.items()}
+        plan = plan_refit(group.call("weight_slices"), [whole_model(received)], dtype="float32")
         with receiving(group, plan, received) as receive:
             for version in (1, 2):
                 train(group, batch)

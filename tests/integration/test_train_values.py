@@ -1,7 +1,6 @@
 """Critics, teachers, reference and reward models in parallel layouts: values, log-probabilities, gradients, files."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from dagrl.run.train import train as train_run
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
-from tests.integration.test_async_grpo import steps_of
+from tests.integration.main_job import GRPO, ROOT, steps_of
 from tests.integration.train_cases import (
     UNCLIPPED,
     Case,
@@ -155,14 +154,12 @@ def test_a_teacher_has_weights_alone(case: Case, pool: WorkerPool) -> None:
     assert all(parts["weights"] > 0 and parts["gradients"] == parts["optimizer"] == 0 for parts in resident)
 
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_quickstart.yaml"
-
 COMMON = ("sft.max_num_steps=0", "grpo.val_period=0", "grpo.max_val_samples=16", "cluster.num_cpus=2", "cluster.num_gpus=0")
 
 
 def distillation(directory: Path, name: str, steps: int, *overrides: str) -> list[dict[str, Any]]:
     """Distills a larger random teacher, written to `directory`, and returns the metrics of all steps."""
-    description: dict[str, Json] = dict(load_config(QUICKSTART).policy.random_init.hf_config)  # type: ignore[union-attr]
+    description: dict[str, Json] = dict(load_config(ROOT / GRPO).policy.random_init.hf_config)  # type: ignore[union-attr]
     init = RandomInit(hf_config={**description, "num_hidden_layers": 3, "hidden_size": 96, "initializer_range": 0.1}, seed=5)
     if not (directory / "teacher").exists():
         write_random_model(init, character_tokenizer("0123456789+="), directory / "teacher")
@@ -173,16 +170,14 @@ def distillation(directory: Path, name: str, steps: int, *overrides: str) -> lis
         f"grpo.max_num_steps={steps}",
         "policy.megatron_cfg.data_parallel_size=1",
     )
-    config = load_config(QUICKSTART, (*COMMON, *loss, *run, *overrides))
+    config = load_config(ROOT / GRPO, (*COMMON, *loss, *run, *overrides))
     train_run(config)
     return steps_of(config)
 
 
 @pytest.mark.slow
-def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+@pytest.mark.usefixtures("one_cluster")
+def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(tmp_path: Path) -> None:
     layout = "models.teacher.megatron_cfg.tensor_model_parallel_size=2"
     apart = distillation(tmp_path, "apart", 3, f"models.teacher.model_name={tmp_path / 'teacher'}", layout)
     here = distillation(tmp_path, "here", 3, f"models.teacher.model_name={tmp_path / 'teacher'}")

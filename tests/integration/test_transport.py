@@ -5,14 +5,13 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-import ray
 
 from dagrl.errors import RunError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import FakeWorker
+from tests.integration.schedules import actors_of, compiled, group_of
 
 
 @phase
@@ -39,42 +38,36 @@ def another(train: Shard, value):
 
 @pytest.fixture(scope="module")
 def group(cluster: None) -> Iterator[WorkerGroup]:
-    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, pp=2), None)
-    group.role = dataclasses.replace(group.role, transports=frozenset({"shm", "nccl"}))
-    yield group
-    group.shutdown(5.0)
+    with group_of(FakeWorker, pp=2) as group:
+        group.role = dataclasses.replace(group.role, transports=frozenset({"shm", "nccl"}))
+        yield group
 
 
 def test_an_edge_over_nccl_needs_gpus(group: WorkerGroup) -> None:
-    with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
-        scheduler.add(over_nccl, warmup_value=0)
-        with pytest.raises(RunError, match=r"'over_nccl' could not be compiled: .*accelerator"):
-            scheduler.compile()
+    with pytest.raises(RunError, match=r"'over_nccl' could not be compiled: .*accelerator"):
+        with compiled(group, {over_nccl: 0}):
+            pass
 
 
 def test_without_gpus_the_phase_runs_eagerly(group: WorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
-    with Scheduler([group], SchedulerOptions(fallback="eager")) as scheduler, caplog.at_level(logging.WARNING, "dagrl"):
-        scheduler.add(over_nccl, warmup_value=0)
-        scheduler.compile()
+    with caplog.at_level(logging.WARNING, "dagrl"), compiled(group, {over_nccl: 0}, fallback="eager") as scheduler:
         assert "runs eagerly" in caplog.text
         assert scheduler.replay(over_nccl, 40).result() == (42,)
 
 
 def test_a_worker_passes_results_to_itself_without_a_transport(group: WorkerGroup) -> None:
-    with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
-        scheduler.add(to_itself, warmup_value=0)
-        scheduler.compile()
+    with compiled(group, {to_itself: 0}) as scheduler:
         assert scheduler.replay(to_itself, 40).result() == (42,)
 
 
 def test_an_actor_without_a_second_thread_for_rays_engine_is_an_error_that_says_how_to_make_it(cluster: None) -> None:
-    actor = ray.remote(num_cpus=0)(FakeWorker).remote(None, None)
-    group = WorkerGroup.from_actors([actor], ParallelLayout())
-    with Scheduler([group], SchedulerOptions(fallback="error", engine="ray")) as scheduler:
+    with (
+        actors_of(FakeWorker, [(None, None)]) as actors,
+        compiled(WorkerGroup.from_actors(actors, ParallelLayout()), {}, warm=False, engine="ray") as scheduler,
+    ):
         scheduler.add(one, warmup_value=0)
         scheduler.options = dataclasses.replace(scheduler.options, compile_s=3.0)  # of what cannot be compiled alone
         scheduler.add(another, warmup_value=0)
         with pytest.raises(RunError, match=r"'another' could not be compiled: .* concurrency_groups"):
             scheduler.compile()
         assert scheduler.replay(one, 40).result() == (41,)
-    ray.kill(actor)

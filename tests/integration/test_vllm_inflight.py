@@ -1,6 +1,6 @@
 """Weight updates between two quanta with running requests, against Hugging Face transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,21 +29,35 @@ def started(
 LONG_PROMPT = [3 + token % 90 for token in range(0, 7 * 290, 7)]
 
 
+def check_running_requests(
+    engine: Engine, write: Callable[[int, int], object], logprobs: Callable[[int, Sequence[int]], torch.Tensor], first: int
+) -> None:
+    """Checks that requests go on from the old weights' cache over two updates, and that later ones see no old prefix.
+
+    `write` gives the engine weights as a version, from `first` on; `logprobs` are those of tokens after the long prompt.
+    """
+    write(0, first)
+    assert len(engine.generate(requests([first + 1], [LONG_PROMPT], new=12, steps=5))) == 0
+    write(1, first + 1)
+    assert len(engine.generate(requests([first + 2], [LONG_PROMPT], new=12, steps=4))) == 0
+    write(2, first + 2)
+    running, after = engine.run(requests([], []))
+    assert running.versions == [first] * 5 + [first + 1] * 4 + [first + 2] * 3
+    assert (torch.tensor(running.logprobs).double() - logprobs(0, running.tokens))[:5].abs().max() < 1e-5
+    assert after.versions == [first + 1] * 4 + [first + 2] * 8
+    assert (torch.tensor(after.logprobs).double() - logprobs(1, after.tokens))[:4].abs().max() < 1e-5
+
+
 def test_running_requests_continue_and_new_ones_see_no_old_prefix(started: Started) -> None:
     engine, checkpoints = started
-    engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
-    assert len(engine.generate(requests([1], [LONG_PROMPT], new=12, steps=5))) == 0
-    engine.on_all(vllm_calls.write_weights, checkpoints[1], 1)
-    assert len(engine.generate(requests([2], [LONG_PROMPT], new=12, steps=4))) == 0
-    engine.on_all(vllm_calls.write_weights, checkpoints[2], 2)
-    running, after = engine.run(requests([], []))
 
-    assert running.versions == [0] * 5 + [1] * 4 + [2] * 3
-    old = chosen(hf_logprobs(checkpoints[0], LONG_PROMPT, running.tokens), running.tokens)
-    assert (torch.tensor(running.logprobs).double() - old)[:5].abs().max() < 1e-5
-    assert after.versions == [1] * 4 + [2] * 8
-    new = chosen(hf_logprobs(checkpoints[1], LONG_PROMPT, after.tokens), after.tokens)
-    assert (torch.tensor(after.logprobs).double() - new)[:4].abs().max() < 1e-5
+    def write(number: int, version: int) -> None:
+        engine.on_all(vllm_calls.write_weights, checkpoints[number], version)
+
+    def logprobs(number: int, tokens: Sequence[int]) -> torch.Tensor:
+        return chosen(hf_logprobs(checkpoints[number], LONG_PROMPT, tokens), tokens)
+
+    check_running_requests(engine, write, logprobs, 0)
 
 
 def test_requests_that_wait_for_a_slot_see_no_old_prefix(started: Started) -> None:

@@ -1,6 +1,6 @@
 """Refits of LoRA adapters alone into vLLM's slot, against the peft package and vLLM's own loading of an adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from dagrl.config import Config
 from tests.integration import vllm_calls
-from tests.integration.test_vllm_inflight import LONG_PROMPT
+from tests.integration.test_vllm_inflight import LONG_PROMPT, check_running_requests
 from tests.integration.test_vllm_refit import PROMPT, Trainer
 from tests.integration.vllm_models import chosen, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, requests
@@ -45,7 +45,7 @@ class Started:
     def __init__(self, engine: Engine, config: Config, base: Path, adapters: list[Path]) -> None:
         self.engine, self.config, self.base, self.adapters = engine, config, base, adapters
 
-    def logprobs(self, number: int, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    def logprobs(self, number: int, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
         import peft
         from transformers import AutoModelForCausalLM
 
@@ -90,19 +90,10 @@ def test_log_probabilities_match_peft(started: Started) -> None:
 
 
 def test_running_requests_continue_with_the_new_adapters(started: Started) -> None:
-    engine = started.engine
-    started.write(0, 10)
-    assert len(engine.generate(requests([21], [LONG_PROMPT], new=12, steps=5))) == 0
-    started.write(1, 11)
-    assert len(engine.generate(requests([22], [LONG_PROMPT], new=12, steps=4))) == 0
-    started.write(2, 12)
-    running, after = engine.run(requests([], []))
-    assert running.versions == [10] * 5 + [11] * 4 + [12] * 3
-    found = torch.tensor(running.logprobs).double()
-    assert (found - started.logprobs(0, LONG_PROMPT, running.tokens))[:5].abs().max() < 1e-5
-    assert after.versions == [11] * 4 + [12] * 8
-    found = torch.tensor(after.logprobs).double()
-    assert (found - started.logprobs(1, LONG_PROMPT, after.tokens))[:4].abs().max() < 1e-5
+    def logprobs(number: int, tokens: Sequence[int]) -> torch.Tensor:
+        return started.logprobs(number, LONG_PROMPT, tokens)
+
+    check_running_requests(started.engine, started.write, logprobs, 10)
 
 
 def test_the_slot_holds_what_vllm_loads_from_peft_files(started: Started) -> None:

@@ -12,10 +12,10 @@ import torch
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import PendingMessage
 from dagrl.errors import ChannelError, RunError
-from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
+from dagrl.refit import RefitPlan, RefitReport, RefitSender, plan_refit
 from dagrl.runtime.store import reserve_port
 from tests.integration import vllm_calls
-from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
+from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of, whole_model
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
 PROMPT = [5, 6, 7, 8]
@@ -41,7 +41,7 @@ class Trainer:
 
     def __init__(self, engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
         self.engine, self.tensors = engine, dict(state)
-        self.plan = plan_refit([whole(state)], engine.on_all(vllm_calls.weight_slices), dtype="float32")
+        self.plan = plan_refit([whole_model(state)], engine.on_all(vllm_calls.weight_slices), dtype="float32")
         self.channel = self._join(self.plan)
         self.sender = RefitSender(self.plan.for_rank(0, "checksum"), self.tensors, self.channel)
         self.thread = ThreadPoolExecutor(1)
@@ -93,11 +93,6 @@ class Trainer:
         time.sleep(late_s)
         self.channel.agree(refusal, wait=False)
         return report
-
-
-def whole(state: Mapping[str, torch.Tensor]) -> list[WeightSlice]:
-    boxes = {name: tuple((0, size) for size in tensor.shape) for name, tensor in state.items()}
-    return [WeightSlice(name, box, name, box) for name, box in boxes.items()]
 
 
 def check_against_hf(engine: Engine, checkpoint: Path, version: int) -> None:

@@ -3,9 +3,10 @@
 import contextlib
 import inspect
 import os
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,31 +228,39 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@contextlib.contextmanager
+def lengths_of_steps(worker: Any, slots_are_free: bool) -> Iterator[list[int]]:
+    """Notes the lengths of the steps and bursts that begin while a request waits, perhaps though a slot is free."""
+    scheduler, lengths = worker._llm.engine_core.engine_core.scheduler, list[int]()
+    schedule = scheduler.schedule
+
+    def counted(*args: Any) -> Any:
+        most = scheduler.max_num_running_reqs if slots_are_free else sys.maxsize
+        waits = scheduler.running and scheduler.waiting and len(scheduler.running) < most
+        output = schedule(*args)
+        if waits:
+            lengths.append(worker._engine._bursts.taken)
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", counted)
+        yield lengths
+
+
 def generate_in_little_memory(worker: Any, batch: Any, blocks: int, bursts: bool) -> tuple[Any, int, list[int]]:
     """Runs a quantum with `blocks` free blocks of KV cache, with or without bursts.
 
-    Returns its result, the number of preemptions, and the lengths of the steps and bursts that began while a request waited
-    though a slot was free.
+    Returns its result, the number of preemptions, and the `lengths_of_steps`.
     """
     engine, scheduler = worker._engine, worker._llm.engine_core.engine_core.scheduler
-    pool, schedule, preempt = scheduler.kv_cache_manager.block_pool, scheduler.schedule, scheduler._preempt_request
-    lengths: list[int] = []
-    preempted: list[Any] = []
-
-    def counted_schedule(*args: Any) -> Any:
-        waits = scheduler.running and scheduler.waiting and len(scheduler.running) < scheduler.max_num_running_reqs
-        output = schedule(*args)
-        if waits:
-            lengths.append(engine._bursts.taken)
-        return output
+    pool, preempt, preempted = scheduler.kv_cache_manager.block_pool, scheduler._preempt_request, list[Any]()
 
     def counted_preempt(request: Any, *args: Any, **options: Any) -> None:
         preempted.append(request)
         preempt(request, *args, **options)
 
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "schedule", counted_schedule)
+    with pytest.MonkeyPatch.context() as patch, lengths_of_steps(worker, slots_are_free=True) as lengths:
         patch.setattr(scheduler, "_preempt_request", counted_preempt)
         patch.setattr(engine._bursts, "_steps", engine._bursts._steps if bursts else 1)
         made = worker.generate(batch)
@@ -262,21 +271,9 @@ def generate_in_little_memory(worker: Any, batch: Any, blocks: int, bursts: bool
 def generate_with_more_requests_than_slots(worker: Any, batch: Any, few: float) -> tuple[Any, list[int]]:
     """Runs a quantum; a burst follows each step that admitted fewer new requests than this share of those that ran.
 
-    Returns its result, and the lengths of the steps and bursts that began while a request waited.
+    Returns its result, and the `lengths_of_steps`.
     """
-    engine, scheduler = worker._engine, worker._llm.engine_core.engine_core.scheduler
-    lengths: list[int] = []
-    schedule = scheduler.schedule
-
-    def counted_schedule(*args: Any) -> Any:
-        waits = scheduler.running and scheduler.waiting
-        output = schedule(*args)
-        if waits:
-            lengths.append(engine._bursts.taken)
-        return output
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "schedule", counted_schedule)
+    with pytest.MonkeyPatch.context() as patch, lengths_of_steps(worker, slots_are_free=False) as lengths:
         patch.setattr("dagrl.workers.vllm.bursts.FEW", few)
         return worker.generate(batch), lengths
 

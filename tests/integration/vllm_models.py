@@ -1,12 +1,15 @@
 """Tiny random checkpoints and Hugging Face's log-probabilities: the reference for vLLM worker tests."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dagrl.config import Config
+from dagrl.refit.slices import WeightSlice
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,  # not a multiple of vLLM's padding
@@ -30,20 +33,47 @@ MOE_SIZES: dict[str, Any] = {
 }
 
 
-def make_checkpoint(directory: Path, model_type: str = "qwen3", *, tied: bool = False, seed: int = 0, **sizes: Any) -> Path:
-    """Saves a checkpoint with distributions far from uniform, by transformers."""
+def make_checkpoint(
+    directory: Path,
+    model_type: str = "qwen3",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    norms: float = 0.2,
+    spread: float | Callable[[str], float] = 0.15,
+    **sizes: Any,
+) -> Path:
+    """Saves a checkpoint with distributions far from uniform, by transformers.
+
+    `norms`, `spread`: standard deviations of norms around 1, and of other weights, perhaps by name, around 0.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     moe = MOE_SIZES if model_type == "qwen3_moe" else {}
     config = AutoConfig.for_model(model_type, **{**SIZES, **moe, "tie_word_embeddings": tied, **sizes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + noise * 0.2 if "norm" in name else noise * 0.15)
+            noise = torch.randn(parameter.shape, generator=generator, device=device)
+            deviation = spread(name) if callable(spread) else spread
+            parameter.copy_(1 + noise * norms if "norm" in name else noise * deviation)
     model.save_pretrained(directory)
     return directory
+
+
+def whole_model(tensors: Mapping[str, Any]) -> list[WeightSlice]:
+    """Returns every whole parameter under its own name as one end of a refit; experts as stacks."""
+    stacks = Counter(re.sub(r"experts\.\d+\.", "experts.*.", name) for name in tensors)
+    slices = []
+    for name, count in stacks.items():
+        box = tuple((0, extent) for extent in tensors[name.replace("*", "0")].shape)
+        box = ((0, count), *box) if "*" in name else box
+        slices.append(WeightSlice(name, box, name, box))
+    return slices
 
 
 def add_tokenizer(directory: Path) -> None:

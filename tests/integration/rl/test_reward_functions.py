@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from dagrl.config import EnvironmentConfig, RewardConfig
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError
-from dagrl.machine import descendants_of
 from dagrl.rl.environments import FAILED, EnvironmentRunner, Question, Reply, Step
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.functions.process import START_TRIES, FunctionProcess
@@ -25,6 +25,7 @@ from dagrl.rl.functions.runner import FunctionRunner
 from dagrl.rl.rewards import RewardRunner, Rewards, rewards_of
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.deadline import Deadline
+from tests.integration.processes import alive, command_line, descendants, ends_within, running
 from tests.unit.rl.conftest import rewarded
 
 FUNCTIONS = "tests.integration.rl.reward_functions"
@@ -79,8 +80,8 @@ def test_the_process_is_reused_and_ends_with_the_runner() -> None:
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:pid")) as runner:
         first, second = (rewarded(runner, ["p"], ["c"], ["r"]).values[0] for _ in range(2))
         assert first == second != os.getpid()
-        assert Path(f"/proc/{int(first)}").exists()
-    assert not Path(f"/proc/{int(first)}").exists()
+        assert psutil.pid_exists(int(first))
+    assert not psutil.pid_exists(int(first))
 
 
 def test_leftover_tasks_end_with_their_call() -> None:
@@ -137,13 +138,11 @@ def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pyte
     (tmp_path / f"{module}.py").write_text(f"import os, sys\n{known}def reward(*texts): return [float(os.getpid())]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardRunner(RewardConfig(function=f"{module}:reward", num_workers=2)) as runner:
-        deadline = time.monotonic() + 60
-        while waits and len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
         if waits:
+            assert ends_within(60.0, lambda: len(list(tmp_path.glob("*.pid"))) < 2)
             (answered,) = rewarded(runner, ["p"], ["c"], ["r"]).values
             assert {path.stem for path in tmp_path.glob("*.pid")} > {str(int(answered))}
-    assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
+    assert not [process for process in running() if module in command_line(process.pid)]
 
 
 @pytest.mark.parametrize("session", ["shared", "own"])
@@ -153,10 +152,7 @@ def test_child_processes_end_with_the_process(tmp_path: Path, session: str) -> N
         (answer,) = runner.submit([str(tmp_path / "children")], [session], [""]).result(30.0)
     assert isinstance(answer, Failed) and answer.message.startswith("no answer within reward.timeout_s = 1 s (")
     (child,) = (tmp_path / "children").read_text().split()
-    end = time.monotonic() + 10.0  # a busy machine takes a while to deliver the signal
-    while _is_alive(child) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not _is_alive(child)
+    assert ends_within(10.0, lambda: alive(int(child))), "a busy machine takes a while to deliver the signal"
 
 
 @pytest.mark.parametrize("function", ["pid", "pid_with_a_daemon"])
@@ -240,20 +236,6 @@ def reward(prompts, completions, references):
     assert len(list(tmp_path.glob("*.tried"))) == 3
 
 
-def _is_alive(pid: str) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def _command(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text()
-    except OSError:  # the process has ended
-        return ""
-
-
 class Counts:
     """Counts turns, unless it is told to end its process or to hang."""
 
@@ -326,22 +308,19 @@ def test_nothing_that_a_function_started_outlives_a_killed_driver(tmp_path: Path
     (tmp_path / "starting_reward.py").write_text(STARTS_OTHERS)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "pids")]
-    until = time.monotonic() + 20.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
         try:
             assert driver.stdout is not None
             reaper = int(driver.stdout.readline())
             started = list(map(int, (tmp_path / "pids").read_text().split()))
-            while len(gone := [reaper, *descendants_of(reaper)]) < 5 and time.monotonic() < until:
-                time.sleep(0.02)
+            ends_within(20.0, lambda: len(descendants(reaper)) < 5)
+            gone = [process.pid for process in descendants(reaper)]
             assert len(gone) == 5 and set(started) < set(gone), "it, the function's process, and those that it started"
             if stopped:
                 os.kill(reaper, signal.SIGSTOP)
         finally:
             driver.kill()
-    while (left := [pid for pid in gone if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not left
+    assert ends_within(20.0, lambda: any(map(psutil.pid_exists, gone)))
 
 
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> list[object]:

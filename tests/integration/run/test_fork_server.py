@@ -9,16 +9,17 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dagrl.errors import DeadlineError
 from dagrl.machine import cpu_count
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
+from tests.integration.processes import ends_within
 
 PROGRAM = """
 import json, os, sys
@@ -127,10 +128,7 @@ def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
             parents.append(_run(server, "train", tmp_path, **variables)[0]["parent"])
             server.end()
     assert len(set(parents)) == 1
-    until = time.monotonic() + 30
-    while (left := Path(f"/proc/{parents[0]}").exists()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left
+    assert ends_within(30.0, lambda: psutil.pid_exists(parents[0]))
     foreign = [ForkServer({"train": Kind(_import, variables)}, idle_s=60, server=Server(())) for _ in range(2)]
     try:
         assert len({_run(server, "train", tmp_path, **variables)[0]["parent"] for server in foreign}) == 2
@@ -147,20 +145,13 @@ def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_server_ends_with_its_driver() -> None:
-    mark, place = f"MARK={uuid.uuid4().hex}", "import gc, os; from dagrl.run.fork_server import ForkServer, Kind, Server"
+    mark, place = uuid.uuid4().hex, "import gc, os; from dagrl.run.fork_server import ForkServer, Kind, Server"
     start = "ForkServer({'train': Kind(gc.collect, {})}, server=Server(()))"
     program = f"{place}; {start}; os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **dict([mark.split("=")])}, check=False)
-    until = time.monotonic() + 30
-    while (left := _marked(mark)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "MARK": mark}, check=False)
 
+    def marked() -> bool:
+        environments = [process.info["environ"] or {} for process in psutil.process_iter(["environ"])]
+        return any(environment.get("MARK") == mark for environment in environments)
 
-def _marked(mark: str) -> list[int]:
-    marked = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if mark.encode() in (process / "environ").read_bytes():
-                marked.append(int(process.name))
-    return marked
+    assert ends_within(30.0, marked)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,15 @@ from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.run.evaluate import Evaluation, evaluate
 from dagrl.run.train import train
-from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+from tests.integration.main_job import steps_of
+from tests.integration.megatron_reference import decay_groups
 from tests.integration.rl.screens import screen
 from tests.unit.data.processors import FAMILIES, Family, processor_of
 from tests.unit.data.test_media import CONVERSATIONS, image, png, text, truth, turns_of
 from tests.unit.workers.test_fsdp_media import model_of
+
+pytestmark = pytest.mark.usefixtures("one_cluster")
 
 STEPS, RATE = 3, 1e-3
 Pair = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -60,10 +62,7 @@ def plain_losses(family: Family, *, frozen: bool = False, pairs: Sequence[Pair] 
 
     model = deepcopy(model_of(family)).train()
     trained = [one for name, one in model.named_parameters() if not (frozen and "vision_tower" in name)]
-    vectors = [one for one in trained if one.ndim <= 1]
-    matrices = [one for one in trained if one.ndim > 1]
-    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(decay_groups(trained, 0.01), lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     initial, found = model_of(family), []
     for _ in range(STEPS):
         if pairs:
@@ -80,6 +79,15 @@ def plain_losses(family: Family, *, frozen: bool = False, pairs: Sequence[Pair] 
         optimizer.step()
         found.append(loss.item())
     return found
+
+
+def changed_parameters(exported: Path, family: Family) -> list[str]:
+    """Returns the names of what differs from the family's model in an exported one."""
+    from transformers import AutoModelForImageTextToText
+
+    before = dict(model_of(family).named_parameters())
+    trained = AutoModelForImageTextToText.from_pretrained(exported).named_parameters()
+    return [name for name, one in trained if not torch.equal(one, before[name])]
 
 
 def config_of(family: Family, rows: Sequence[dict[str, Any]], where: Path, keys: dict[str, Any]) -> Config:
@@ -105,8 +113,7 @@ def config_of(family: Family, rows: Sequence[dict[str, Any]], where: Path, keys:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
+def test_losses_are_those_of_a_plain_loop(case: str, tmp_path: Path) -> None:
     family, policy = CASES[case]
     keys = {
         "algorithm": "sft",
@@ -117,36 +124,25 @@ def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Pa
     }
     config = config_of(family, [{"messages": CONVERSATIONS[name]} for name in BATCH], tmp_path, keys)
     train(config)
-    losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    losses = [row["loss"] for row in steps_of(config)]
     np.testing.assert_allclose(losses, plain_losses(family, frozen="frozen" in case), atol=1e-5, rtol=1e-5)
     if config.checkpointing.export_hf:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoProcessor
 
-        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "final_model")
         assert AutoProcessor.from_pretrained(tmp_path / "run" / "final_model").image_token
-        before = dict(model_of(family).named_parameters())
-        changed = [name for name, one in model.named_parameters() if not torch.equal(one, before[name])]
+        changed = changed_parameters(tmp_path / "run" / "final_model", family)
         assert any("projector" in name for name in changed) and not any("vision_tower" in name for name in changed)
 
 
 @pytest.mark.slow
-def test_losses_of_pairs_are_those_of_a_plain_loop(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_pairs_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     """DPO on conversations with images, of which some differ in an image as well."""
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     family, other = FAMILIES[0], [{"role": "user", "content": [image(3), text("hello")]}]
     pairs: list[Pair] = [
-        (
-            [*CONVERSATIONS[name][:-1], CONVERSATIONS[name][-1]],
-            [*CONVERSATIONS[name][:-1], {"role": "assistant", "content": "the"}],
-        )
-        for name in BATCH[:3]
+        (CONVERSATIONS[name], [*CONVERSATIONS[name][:-1], {"role": "assistant", "content": "the"}]) for name in BATCH[:3]
     ]
-    pairs.append(
-        (
-            [*other, {"role": "assistant", "content": "and"}],
-            [*CONVERSATIONS["one"][:1], {"role": "assistant", "content": "it"}],
-        )
-    )
+    rejected = [*CONVERSATIONS["one"][:1], {"role": "assistant", "content": "it"}]
+    pairs.append(([*other, {"role": "assistant", "content": "and"}], rejected))
     keys = {
         "algorithm": "dpo",
         "policy": {"train_global_batch_size": len(pairs), "optimizer": OPTIMIZER, "sequence_packing": {"enabled": True}},
@@ -156,7 +152,7 @@ def test_losses_of_pairs_are_those_of_a_plain_loop(cluster: None, tmp_path: Path
     }
     config = config_of(family, [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs], tmp_path, keys)
     train(config)
-    losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    losses = [row["loss"] for row in steps_of(config)]
     np.testing.assert_allclose(losses, plain_losses(family, pairs=pairs), atol=1e-5, rtol=1e-5)
 
 
@@ -184,10 +180,9 @@ PROMPTS = [{"messages": CONVERSATIONS[name]} for name in ("one", "several", "the
 
 
 @pytest.mark.slow
-def test_a_teacher_sees_the_images(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_sees_the_images(tmp_path: Path) -> None:
     """A teacher that is the policy teaches nothing: their log-probabilities are equal."""
     pytest.importorskip("vllm")
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     keys = {**GRPO, "loss_fn": {"name": "distill", "reference_policy_kl_penalty": 0}}
     keys |= {
         "models": {"teacher": {"model_name": str(tmp_path / "model"), "backend": "fsdp"}},
@@ -195,19 +190,14 @@ def test_a_teacher_sees_the_images(cluster: None, tmp_path: Path, monkeypatch: p
     }
     with pytest.raises(RunError, match="the run has learned nothing"):
         train(config_of(FAMILIES[0], PROMPTS, tmp_path, keys))
-    gaps = [
-        row["policy/reverse_kl"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/reverse_kl" in row
-    ]
+    gaps = [row["policy/reverse_kl"] for row in steps_of(tmp_path / "run", "policy/reverse_kl")]
     assert len(gaps) == 2 and np.abs(gaps).max() < 1e-6, gaps
 
 
 @pytest.mark.slow
-def test_a_resumed_run_and_an_evaluation_see_the_images(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_and_an_evaluation_see_the_images(tmp_path: Path) -> None:
     """A run that goes on from a checkpoint has the losses of one without a break; greedy completions are transformers'."""
     pytest.importorskip("vllm")
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     family = FAMILIES[0]
     keys = {
         "algorithm": "sft",
@@ -221,7 +211,7 @@ def test_a_resumed_run_and_an_evaluation_see_the_images(
         for end in ends:
             more = {"name": name, "sft.max_num_steps": end, "checkpointing.resume": end != ends[0]}
             train(config.with_keys(more))
-        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+        losses[name] = [row["loss"] for row in steps_of(tmp_path / name)]
     assert len(losses["whole"]) == 4 and losses["resumed"] == losses["whole"]
 
     (tmp_path / "evaluation").mkdir()
@@ -272,6 +262,13 @@ def tokens_of(family: Family, messages: Sequence[dict[str, Any]], *, opened: boo
     return list(output["input_ids"][0])
 
 
+def check_run(config: Config, family: Family) -> list[str]:
+    """Checks that engine and training agree in each of four steps. Returns what the run has changed."""
+    errors = [row["gen_kl_error"] for row in steps_of(config, "gen_kl_error")]
+    assert len(errors) == 4 and max(errors) < 1e-5, errors
+    return changed_parameters(Path(config.output_dir) / config.name / "final_model", family)
+
+
 SENT: dict[str, tuple[Family, dict[str, Any]]] = {
     "Qwen3-VL with screens": (FAMILIES[0], {}),
     "Idefics3": (FAMILIES[2], {}),
@@ -292,26 +289,19 @@ def screens_policy(family: Family) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "sent", [pytest.param(sent, marks=[] if "screens" in sent else [pytest.mark.slow]) for sent in SENT]
 )
-def test_engines_see_what_training_sees(sent: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_see_what_training_sees(sent: str, tmp_path: Path) -> None:
     """The engine's log-probabilities are those of training, by its own weights and by refitted ones, tower and all."""
     family, policy = SENT[sent]
     pytest.importorskip("vllm")
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     keys = {**GRPO, "policy": {**GRPO["policy"], **policy}}
     if "screens" in sent:
         keys["policy"] = screens_policy(family) | policy
         keys["environment"] = SCREENS
     config = config_of(family, PROMPTS, tmp_path, keys)
     train(config)
-    steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gen_kl_error" in row]
-    assert len(steps) == 4 and all(row["gen_kl_error"] < 1e-5 for row in steps), [row["gen_kl_error"] for row in steps]
+    changed = check_run(config, family)
     if "screens" in sent:
         check_screens(family, tmp_path / "run")
-    from transformers import AutoModelForImageTextToText
-
-    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "final_model")
-    before = dict(model_of(family).named_parameters())
-    changed = [name for name, one in trained.named_parameters() if not torch.equal(one, before[name])]
     if policy:
         assert changed and all(".layers." in name and "vis" not in name for name in changed)
     else:
@@ -319,17 +309,11 @@ def test_engines_see_what_training_sees(sent: str, cluster: None, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_model_that_takes_images_learns_from_texts(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_images_learns_from_texts(tmp_path: Path) -> None:
     """Its engine makes a processor, which no request uses. The tower stays as it is."""
     pytest.importorskip("vllm")
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     rows = [{"prompt": "hello and it", "response": "5"}, {"prompt": "the", "response": "it"}] * 2
-    train(config_of(FAMILIES[0], rows, tmp_path, GRPO))
-    steps = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gen_kl_error" in row]
-    assert len(steps) == 4 and all(row["gen_kl_error"] < 1e-5 for row in steps), [row["gen_kl_error"] for row in steps]
-    from transformers import AutoModelForImageTextToText
-
-    trained, before = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "final_model"), model_of(FAMILIES[0])
-    pairs = zip(trained.named_parameters(), before.parameters(), strict=True)
-    changed = [name for (name, now), then in pairs if not torch.equal(now, then)]
+    config = config_of(FAMILIES[0], rows, tmp_path, GRPO)
+    train(config)
+    changed = check_run(config, FAMILIES[0])
     assert changed and not any("visual" in name for name in changed)
