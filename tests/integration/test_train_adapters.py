@@ -108,6 +108,7 @@ CASES: dict[Case, tuple[Case, tuple[str, ...], tuple[str, ...]]] = {
     megatron("qwen3", tp=4, sequence_parallel=True, slow=True): (megatron("qwen3", cp=2), (), ()),
     megatron("qwen2", cp=2, dp=2, packed=True, slow=True): (megatron("qwen2", tp=2), (), ()),
     megatron("qwen3_moe", dp=2, tp=2, ep=2): (megatron("qwen3_moe", tp=2, ep=2, etp=1), ATTENTION, ()),
+    megatron("qwen3_moe", dp=2, ep=2, sharded=True, slow=True): (megatron("qwen3_moe", tp=2, ep=2, etp=1), ATTENTION, ()),
     megatron("deepseek_v3", tp=2, slow=True): (megatron("deepseek_v3", dp=2, sharded=True), LATENT, ()),
     fsdp("gemma3", dp=2, packed=True): (fsdp("gemma3", dp=4), (), ()),
     fsdp("phi", section={"activation_checkpointing": "full"}, dp=2, slow=True): (fsdp("phi", dp=4), ("dense", "fc2"), ()),
@@ -149,7 +150,7 @@ def test_steps_and_files_match_peft(case: Case, pool: WorkerPool, tmp_path: Path
     expected, expected_gradients = peft.learn(batch, case.config(model, **keys))
     np.testing.assert_allclose(losses, expected, atol=1e-5, rtol=0)
     assert losses[-1] < losses[0] - 0.01
-    if case.backend == "megatron":
+    if case.backend == "megatron" and not case.sharded:  # a part of the gradients and moments
         assert_same_gradients(gradients, expected_gradients)
         assert all(with_gradient == with_moments for with_gradient, with_moments in trained)
         assert trained[0][0] == elements or "pp" in case.sizes

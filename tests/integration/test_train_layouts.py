@@ -229,7 +229,13 @@ def test_shared_prefixes_give_the_gradients_of_whole_sequences(case: Case, pool:
     expected = plain_group(pool.models[case.model])
     with case.group(pool, **shared_prefix(True)) as group:
         found, saved = run_group(group, group_batch())
-    assert saved > 0.1
+        group.call("set_packing", shared_prefix(False)["sequence_packing"])
+        whole, none = run_group(group, group_batch())
+    assert saved > 0.1 and none == 0
+    np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(found.entropy, whole.entropy, atol=2e-6, rtol=0)
+    assert found.losses == pytest.approx(whole.losses, abs=1e-6)
+    reference.assert_gradients(found.gradients, whole.gradients, 5e-6)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.entropy, expected.entropy, atol=1e-5, rtol=0)
     assert found.losses == pytest.approx(expected.losses, abs=2e-6)

@@ -165,6 +165,8 @@ def test_replayed_experts_match_the_record(case: Case, pool: WorkerPool) -> None
         found = logprobs(group, batch)
         step = train(group, batch)
         gradients = gradients_of(group)  # FSDP keeps none after a step
+        after = logprobs(group, batch)
+    assert np.abs(after["logprobs"] - found["logprobs"]).max() > 1e-4
     np.testing.assert_allclose(found["logprobs"], expected.detach().numpy(), atol=1e-5, rtol=0)
     assert step["loss"] == pytest.approx(reference.sft_reference(expected, plain).item(), abs=1e-5)
     used = (forced[:, :, 2, 0] >= 0).sum() / plain["lengths"].sum()

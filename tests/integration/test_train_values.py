@@ -121,7 +121,11 @@ def test_a_critic_is_that_of_plain_torch(case: Case, pool: WorkerPool) -> None:
         losses = [train(group, batch, "value")["loss"] for _ in range(reference.STEPS)]
     assert head.shape == (1, 64) and 0.01 < head.std() < 0.04  # the usual range of transformers: 0.02
     model = pool.models[case.model]
-    expected = plain_critic(model, head, batch, case.config(model, **keys))
+    config = case.config(model, **keys)
+    if case.backend == "fsdp":  # the same in any layout
+        generator = torch.Generator().manual_seed(config.seed)
+        np.testing.assert_array_equal(head, torch.empty(1, 64).normal_(0, 0.02, generator=generator))
+    expected = plain_critic(model, head, batch, config)
     inside = np.arange(batch.tokens)[None] < batch["lengths"][:, None]
     np.testing.assert_allclose(values, expected.values * inside, atol=1e-5, rtol=0)
     np.testing.assert_allclose(losses, expected.losses, atol=1e-5, rtol=0)
@@ -150,7 +154,7 @@ def test_a_teacher_has_weights_alone(case: Case, pool: WorkerPool) -> None:
     with case.group(pool, "teacher") as group:
         found = logprobs(group, case.batch)["logprobs"]
         resident = group.call("resident_bytes")
-    np.testing.assert_allclose(found, plain_torch(pool.models[case.model]).logprobs, atol=2e-5)
+    np.testing.assert_allclose(found, plain_torch(pool.models[case.model]).logprobs, atol=1e-5)
     assert all(parts["weights"] > 0 and parts["gradients"] == parts["optimizer"] == 0 for parts in resident)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import DEFAULT, patch
 
+from dagrl.config import SequencePackingConfig
 from dagrl.refit.slices import Box
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, replay_context
@@ -69,6 +70,10 @@ class TestedWorker(TrainWorker):
 
     def set_loss(self, keys: dict[str, Any]) -> None:
         self.config = self.config.model_copy(update={"loss_fn": self.config.loss_fn.model_copy(update=keys)})
+
+    def set_packing(self, keys: dict[str, Any]) -> None:
+        policy = self.config.policy.model_copy(update={"sequence_packing": SequencePackingConfig.model_validate(keys)})
+        self.config = self.config.model_copy(update={"policy": policy})
 
     def resident_bytes(self) -> dict[str, int]:
         """Returns the bytes of each part of the train state on the worker's device."""
