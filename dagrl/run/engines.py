@@ -24,7 +24,7 @@ from dagrl.config import Config
 from dagrl.config.roles import GENERATION
 from dagrl.errors import ClusterError, WorkerError, WorkerFailure
 from dagrl.refit import RefitReport
-from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
+from dagrl.rl.generation import Generated, pack_generated
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum, QuantumResult, WeightUpdate
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
@@ -126,13 +126,6 @@ class WorkerEngines(GenerationEngines):
 
     def abort(self, requests: Sequence[int]) -> None:
         self._group.call("abort_requests", requests, deadline=self._deadline)
-
-    def unfinished(self) -> Mapping[int, FinishedRequest]:
-        """Returns the first rank of each shard reports; its other ranks run the same requests."""
-        layout = self._group.layout
-        ranks = self._group.call("unfinished_requests", deadline=self._deadline)
-        reports = [ranks[layout.shard(dp)[0]] for dp in range(layout.dp)]
-        return {request.request_id: request for report in reports if report is not None for request in report}
 
     def replace(self, error: WorkerError) -> set[int] | None:
         return None if self._replacement is None else self._replacement.replace(error)

@@ -139,7 +139,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         progress.stage("Generating")
         bursts = burst_steps(config, gpus=gpus_per_worker(config.cluster) > 0)
         engines = WorkerEngines(group, replays, config.timeouts.replay, burst_steps=bursts)
-        rollouts = Rollouts(config, engines, inputs.tokenizer, turns, media=config.data.images.enabled)
+        rollouts = Rollouts(config, engines, turns, media=config.data.images.enabled)
         return _report(_complete(config, inputs, prompts, wanted, rollouts, turns, reward), wanted)
 
 

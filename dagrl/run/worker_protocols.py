@@ -18,7 +18,6 @@ from dagrl.machine import DeviceMemory
 from dagrl.refit.connect import RefitWorker
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import planned_algorithm
-from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import gives_scores
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
@@ -129,9 +128,6 @@ class GenerationWorker(RefitWorker, Protocol):
 
     def abort_requests(self, request_ids: Sequence[int], /) -> int:
         """Drops these requests and returns how many were running."""
-
-    def unfinished_requests(self) -> list[FinishedRequest]:
-        """Returns the requests that have tokens and are still running, without ending them."""
 
 
 class SleepingEngine(Protocol):

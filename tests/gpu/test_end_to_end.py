@@ -128,7 +128,7 @@ def sampled(session: Session) -> list[tuple[list[int], list[int], list[float]]]:
     assert session.generation is not None
     engines = WorkerEngines(session.generation, session.replays, config.timeouts.replay)
     tokenizer = session.inputs.tokenizer
-    rollouts = Rollouts(config, engines, tokenizer, EnvironmentTurns(config, tokenizer))
+    rollouts = Rollouts(config, engines, EnvironmentTurns(config, tokenizer))
     for number, prompt in enumerate(session.inputs.prompts[:8]):
         rollouts.start(new_group(config, number, number, prompt, request_seeds(0, number, 4)))
     groups = []

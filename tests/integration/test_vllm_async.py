@@ -1,4 +1,4 @@
-"""Features for asynchronous GRPO: recomputed KV caches, snapshots of unfinished requests, forced lengths, bursts."""
+"""Features for asynchronous GRPO: recomputed KV caches, forced lengths, bursts."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,7 +11,7 @@ from dagrl.config import Config
 from dagrl.rl.generation import Generated
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
-from tests.integration.vllm_ranks import Engine, Ranks, call, requests
+from tests.integration.vllm_ranks import Engine, Ranks, requests
 
 Started = tuple[Engine, list[Path]]
 PROMPT = [5, 6, 7, 8, 9]
@@ -45,18 +45,6 @@ def test_recomputed_caches_match_the_new_weights(started: Started) -> None:
         old, new = (chosen(hf_logprobs(checkpoint, prompt, row.tokens), row.tokens) for checkpoint in checkpoints)
         assert (found - old)[:5].abs().max() < 1e-5
         assert (found - new)[5:].abs().max() < 1e-5
-
-
-def test_a_snapshot_is_a_prefix_of_the_final_tokens(started: Started) -> None:
-    engine, _ = started
-    assert len(engine.generate(requests([3, 4], [PROMPT, [7]], new=9, steps=4))) == 0
-    [snapshot] = engine.on_all(call, "unfinished_requests")
-    assert [row.finish_reason for row in snapshot] == ["unfinished"] * 2
-    for partial, row in zip(snapshot, engine.run(requests([], [])), strict=True):
-        assert partial.request_id == row.request_id and len(partial.tokens) == 4
-        assert list(partial.tokens) == list(row.tokens)[:4]
-        assert list(partial.versions) == list(row.versions)[:4]
-        assert list(partial.logprobs) == pytest.approx(list(row.logprobs)[:4], abs=1e-6)
 
 
 def test_forced_lengths_ignore_the_end_of_a_sequence(started: Started) -> None:

@@ -331,10 +331,6 @@ class UnigramGenerator(UnigramWorker):
     def abort_requests(self, requests: list[int]) -> int:
         return sum(self.running.pop(request, None) is not None for request in requests)
 
-    def unfinished_requests(self) -> list[FinishedRequest]:
-        started = [request for request, state in self.running.items() if state["made"]]
-        return [self._as_finished(request, "unfinished") for request in started]
-
     def receive_weights(self, version: int) -> Any:
         self.need("weights")
         report = self.end.receive(version)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import WorkerError
-from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.rl.generation import Generated
 from dagrl.runtime.shapes import Batch
 
 if TYPE_CHECKING:
@@ -59,10 +59,7 @@ class GenerationEngines(Protocol):
         """Starts a quantum. `rows[shard]` are the rows of `requests` that the shard adds to its engine."""
 
     def abort(self, requests: Sequence[int]) -> None:
-        """Removes unfinished requests, by id. No quantum may be in flight."""
-
-    def unfinished(self) -> Mapping[int, FinishedRequest]:
-        """Returns the tokens made so far by each unfinished request, by id. No quantum may be in flight."""
+        """Removes unfinished requests, by id; others are ignored. No quantum may be in flight."""
 
     def replace(self, error: WorkerError) -> set[int] | None:
         """Starts replacing the engines named in `error` and fails the quanta in flight; the survivors are idle on return.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,11 +85,6 @@ class Episode:
         return False
 
     @property
-    def turn_left(self) -> int:
-        """New tokens that this turn may still make."""
-        return self.max_new_tokens - (len(self.tokens) - self.turn_start)
-
-    @property
     def media_ids(self) -> list[int]:
         """The ids of all images, of the prompt first."""
         return [*(ids_in(self.prompt.media.tokens) if self.prompt.media is not None else ()), *ids_in(self.media)]
@@ -105,14 +100,6 @@ class Episode:
         """Appends the tokens of a finished request."""
         self._extend(result.tokens, result.logprobs, result.versions, np.zeros(len(result.tokens)), sampled=True)
         self.experts = join_records(self.experts, result.experts)
-
-    def take_back(self, count: int) -> None:
-        """Removes the last `count` tokens, which will be generated again."""
-        end = len(self.tokens) - count
-        for name in TOKEN_FIELDS:
-            setattr(self, name, getattr(self, name)[:end])
-        if self.experts is not None:
-            self.experts = self.experts[: len(self)]
 
     def answer(self, tokens: Sequence[int], media: IntArray | None = None) -> None:
         """Appends the tokens of the environment, with their `media` if it has shown some, and begins a new turn."""
@@ -201,16 +188,6 @@ def decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> l
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return [cast("str", tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in sequences]
     return cast("list[str]", backend.decode_batch(sequences, skip_special_tokens=True))
-
-
-def stop_prefix(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
-    """Returns how many of the last tokens may begin one of the strings `stops`: their text ends with a prefix of one."""
-    text = decode(tokens)
-    begun = max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
-    count = 0
-    while begun and count < len(tokens) and len(decode(tokens[: len(tokens) - count])) > len(text) - begun:
-        count += 1
-    return count
 
 
 def request_seeds(seed: int, stream: int, count: int) -> list[int]:

@@ -112,7 +112,7 @@ class Experience:
         self.buffer = TrajectoryBuffer[ScoredGroup](
             grpo.num_prompts_per_step, grpo.async_grpo.max_age_steps, version=version
         )
-        self.rollouts = Rollouts(config, engines, prompts.tokenizer, turns, media=prompts.media)
+        self.rollouts = Rollouts(config, engines, turns, media=prompts.media)
         self._scoring: list[_Scoring] = []
         self._validated: list[ScoredGroup] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken

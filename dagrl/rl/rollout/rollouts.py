@@ -1,6 +1,6 @@
 """Rollouts: takes groups of sequences through generation, quantum by quantum and turn by turn.
 
-    rollouts = Rollouts(config, engines, tokenizer, turns)
+    rollouts = Rollouts(config, engines, turns)
     rollouts.start(RolloutGroup(...))           # at any time
     while rollouts.busy:
         for group in rollouts.advance():        # one quantum of generation; the groups that it completed
@@ -18,8 +18,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +25,11 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import WorkerError
-from dagrl.rl.generation import FIRST_QUANTUM, QUANTUM_SECONDS, FinishedRequest, Generated, options_text
+from dagrl.rl.generation import FIRST_QUANTUM, QUANTUM_SECONDS, Generated, options_text
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
-from dagrl.rl.rollout.episodes import RolloutGroup, Turn, stop_prefix, token_rows, turn_seed
+from dagrl.rl.rollout.episodes import RolloutGroup, Turn, token_rows, turn_seed
 from dagrl.rl.rollout.turns import Turns
 from dagrl.runtime.shapes import Batch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 IN_FLIGHT = 2  # quanta in flight: engines run the second while the driver reads the first
 
@@ -54,15 +49,13 @@ class Rollouts:
         self,
         config: Config,
         engines: GenerationEngines,
-        tokenizer: PreTrainedTokenizerFast,
         turns: Turns,
         *,
         media: bool = False,
     ) -> None:
         """With `media`, sequences may have images."""
         generation = generation_config(config)
-        self._engines, self._tokenizer, self._turns, self._media = engines, tokenizer, turns, media
-        self._stops = generation.stop_strings
+        self._engines, self._turns, self._media = engines, turns, media
         self._room = bucket_widths(config.policy)[-1]
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
@@ -136,20 +129,16 @@ class Rollouts:
         return self._take_complete()
 
     def withdraw(self) -> list[RolloutGroup]:
-        """Calls `settle`, and takes unfinished requests out of the engines. They wait here, with their tokens."""
+        """Calls `settle`, and takes unfinished requests out of the engines. They wait here, and begin their turn again."""
         complete = self.settle()
-        if any(shard.requests for shard in self._shards):
-            tokens = self._unfinished()
-            running = [request for shard in self._shards for request in shard.requests]
-            self._engines.abort(running)
-            self._move(running, tokens)
+        self._move([request for shard in self._shards for request in shard.requests])
         return complete
 
     def replace(self, error: WorkerError) -> list[RolloutGroup]:
         """Replaces engines that failed in a quantum or a refit; returns the groups that are complete.
 
-        Requests of engines that go on are not disturbed if all their results arrived. Others are generated elsewhere, those
-        of dead engines from the start of their turn. New engines get requests after the next refit and `serve`. Raises
+        Requests of engines that go on are not disturbed if all their results arrived. Others begin their turn
+        again, in any engine. New engines get requests after the next refit and `serve`. Raises
         `error` if the run has to restart.
         """
         self._replace(error, [])
@@ -165,29 +154,24 @@ class Rollouts:
         for number in numbers:
             self._turns.abort(self._groups.pop(number))
         gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
-        if gone:
-            assert not self._quanta
-            self._engines.abort(gone)
         for request in gone:
             self._forget(request)
+        self._abort(gone)
 
-    def _unfinished(self) -> Mapping[int, FinishedRequest]:
-        """Returns the tokens of each request in the engines. Replaces engines that died since the last quantum."""
+    def _abort(self, requests: Sequence[int]) -> None:
+        """Takes requests out of the engines. Replaces engines that died since the last quantum."""
+        if not requests:
+            return
         assert not self._quanta
         try:
-            return self._engines.unfinished()
+            self._engines.abort(requests)
         except WorkerError as error:
             self._replace(error, [])
-            return self._unfinished()
+            self._abort(requests)
 
     def _request(self, turns: Iterable[Turn]) -> None:
         """Makes a request of each turn, which waits for an engine."""
         for group, episode in turns:
-            stops = (*self._stops, *episode.options.stop)
-            if stops:
-                # Engines search the tokens of one request only: a prefix of a stop string is generated again.
-                decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-                episode.take_back(stop_prefix(episode.tokens[episode.turn_start :].tolist(), stops, decode))
             request, self._next_request = self._next_request, self._next_request + 1
             self._requests[request] = (group, episode)
             self._waiting[request] = group.cohort
@@ -243,22 +227,18 @@ class Rollouts:
             raise error
         for part in parts:
             self._take_all(part.values())
-        tokens = self._unfinished()
-        for number, shard in enumerate(self._shards):
-            if number in replaced:
-                shard.slots = 0
-            if number in replaced or not all(number in part for part in parts):
-                self._engines.abort([request for request in shard.requests if request in tokens])
-                self._move(list(shard.requests), tokens)
+        for number in replaced:
+            self._shards[number].slots = 0
+        lost = [number for number in range(len(self._shards)) if not all(number in part for part in parts)]
+        self._move([request for number in {*replaced, *lost} for request in self._shards[number].requests])
 
-    def _move(self, requests: Sequence[int], tokens: Mapping[int, FinishedRequest]) -> None:
-        """Makes these requests wait for any engine again, with their `tokens` so far."""
+    def _move(self, requests: Sequence[int]) -> None:
+        """Makes these requests wait for any engine again, from the start of their turns."""
+        turns = [self._requests[request] for request in requests]
         for request in requests:
-            turn = self._requests[request]
             self._forget(request)
-            if request in tokens:
-                turn[1].append(tokens[request])
-            self._request([turn])
+        self._request(turns)
+        self._abort(requests)
 
     def _drop_cancelled(self) -> None:
         """Takes requests that nobody waits for out of the queue and the engines."""
@@ -267,9 +247,10 @@ class Rollouts:
             while self._quanta:
                 self._read()
             gone = [request for request in gone if request in self._requests]
-            self._engines.abort([request for request in gone if request not in self._waiting])
+        running = [request for request in gone if request not in self._waiting]
         for request in gone:
             self._forget(request)
+        self._abort(running)
 
     def _forget(self, request: int) -> None:
         del self._requests[request]
@@ -286,7 +267,7 @@ class Rollouts:
     def _batch(self, requests: Sequence[int]) -> Batch:
         """Returns one row per request: the prompt and the completion so far."""
         episodes = [self._requests[request][1] for request in requests]
-        limits = [min(episode.turn_left, self._room - len(episode)) for episode in episodes]
+        limits = [min(episode.max_new_tokens, self._room - len(episode)) for episode in episodes]
         return token_rows(episodes, media=self._media).with_fields(
             request_ids=np.array(requests, np.int64),
             seeds=np.array([turn_seed(episode) for episode in episodes], np.int64),

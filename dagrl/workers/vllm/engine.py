@@ -325,12 +325,6 @@ class QuantumEngine:
         """Restores the memory that `tags` name, at the same addresses."""
         self._engine.wake_up(list(tags))
 
-    def snapshot(self) -> list[FinishedRequest]:
-        """Returns the tokens of unfinished requests so far, with finish reason `unfinished`. The requests continue."""
-        self.drain()
-        states = self._states()
-        return [self._partial(running, states.get(name)) for name, running in self._running.items()]
-
     def reset_prefix_cache(self) -> bool:
         """Frees cached prefixes. False while requests hold blocks; the version in the cache key then separates them."""
         if self._recorder is not None:
@@ -383,13 +377,6 @@ class QuantumEngine:
             finish_reason=str(completion.finish_reason),
             experts=None if self._recorder is None else self._recorder.take(running.name, tokens),
         )
-
-    def _partial(self, running: _Running, state: Any) -> FinishedRequest:
-        tokens = [] if state is None else [int(token) for token in state.detokenizer.output_token_ids]
-        logprobs = _flat(state.logprobs_processor.logprobs) if tokens else []
-        versions = _token_versions(running.starts, len(tokens))
-        experts = None if self._recorder is None else self._recorder.peek(running.name, tokens)
-        return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
 
     def _states(self) -> dict[str, Any]:
         """Returns vLLM's state of each request, by our name for it."""

@@ -111,11 +111,6 @@ class ExpertRecorder:
         self._keep(followed, [*followed.prompt, *tokens], 0, record)
         return record
 
-    def peek(self, name: str, tokens: Sequence[int]) -> Record:
-        """Returns what `take` would, and goes on recording."""
-        followed = self._followed[name]
-        return self._record(followed, max(len(followed.prompt) + len(tokens) - 1, 0))
-
     def drop(self, names: Sequence[str]) -> None:
         """Forgets requests."""
         for name in names:

@@ -21,7 +21,6 @@ from dagrl.refit import RankPlan, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.generation import (
     AS_CONFIGURED,
-    FinishedRequest,
     Generated,
     merge_generated,
     quantum_options,
@@ -255,12 +254,6 @@ class VllmWorker:
         if wanted:
             self._require_engine().wake_up(wanted)
             self._asleep -= set(wanted)
-
-    def unfinished_requests(self) -> list[FinishedRequest]:
-        """Returns the tokens of unfinished requests. The requests continue."""
-        engine = self._require_engine()
-        self._enter_device()
-        return engine.snapshot()
 
     def weight_slices(self) -> list[WeightSlice]:
         """Returns which Hugging Face parameters, or which of their adapters, a refit writes, and where.

@@ -252,8 +252,7 @@ def test_a_request_whose_client_has_gone_leaves_the_engines(runner: AgentRunner)
     assert episode.prompt.text == "2+" and episode.turns == 1 and not episode.more and not any(bench.engines.requests)
 
 
-def test_a_request_continues_after_its_engine_slept(runner: AgentRunner) -> None:
-    """It is another request of the engine then, and the whole is trained on."""
+def test_a_request_begins_again_after_its_engine_slept(runner: AgentRunner) -> None:
     bench = AgentBench(runner)
     seed = next(seed for seed in range(100) if _length(seed) > LIMIT)
     bench.rollouts.start(RolloutGroup(0, 0, [asked("branches", seed)]))
@@ -262,14 +261,13 @@ def test_a_request_continues_after_its_engine_slept(runner: AgentRunner) -> None
     bench.rollouts.withdraw()
     assert not any(bench.engines.requests)
     ((_, request),) = bench.rollouts._requests.values()
-    before = request.tokens.tolist()
-    assert 0 < len(before) < LIMIT
+    assert not len(request.tokens)
     (complete,) = bench.run_all()
     (episode,) = complete.episodes
     assert episode.finish_reason == "length" and not episode.failure
     rows = [episode, *episode.more]
     (row,) = [row for row in rows if row.prompt.text == "1+"]
-    assert row.tokens[: len(before)].tolist() == before and len(row.tokens) == LIMIT and all(row.sampled)
+    assert len(row.tokens) == LIMIT and all(row.sampled)
 
 
 def _length(seed: int) -> int:

@@ -18,7 +18,6 @@ from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.turns import AgentTurns, EnvironmentTurns
 from dagrl.run.model import character_tokenizer
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import Run, engines_of
 from tests.unit.run.test_async_loop import configuration
@@ -66,7 +65,7 @@ class Bench:
             self.turns: Any = AgentTurns(environment)
         else:
             self.turns = EnvironmentTurns(run.config, tokenizer, environment)  # type: ignore[arg-type]
-        self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, self.turns)
+        self.rollouts = Rollouts(run.config, engines_of(run), self.turns)
 
     def ask(self, group: RolloutGroup) -> None:
         self.rollouts._groups[group.number] = group
@@ -115,34 +114,19 @@ def check_whole(episodes: Sequence[Episode]) -> None:
         assert episode.finish_reason in ("stop", "length")
 
 
-def report_by_rank(bench: Bench, tp: int) -> None:
-    """Makes a call return one answer per rank; only the first rank of a shard reports requests."""
-    layout, call = ParallelLayout(dp=bench.engines.layout.dp, tp=tp), bench.engines.call
-    first = {layout.shard(dp)[0]: dp for dp in range(layout.dp)}
-
-    def of_ranks(*words: Any, **keys: Any) -> list[Any]:
-        actual = call(*words, **keys)
-        return [actual[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
-
-    bench.engines.layout, bench.engines.call = layout, of_ranks  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_withdrawn_requests_continue_from_their_tokens(tp: int) -> None:
-    bench = Bench()
-    report_by_rank(bench, tp)
-    episodes = start_many(bench)
+def test_withdrawn_requests_begin_again_with_equal_tokens() -> None:
+    undisturbed, bench = Bench(), Bench()
+    expected, episodes = start_many(undisturbed), start_many(bench)
+    undisturbed.finish()
     complete = bench.rollouts.advance()
+    assert any(bench.engines.requests)
     complete += bench.rollouts.withdraw()
     assert not any(bench.engines.requests), "engines hold nothing while they sleep"
-    before = [episode.tokens.tolist() for episode in episodes]
-    running = [episode for episode in episodes if len(episode.tokens) and not episode.finish_reason]
-    assert running and not all(before), "some were under way, others still waited"
     complete += bench.finish()
     assert sorted(done.number for done in complete) == list(range(6)) and not bench.rollouts.busy
     assert not bench.rollouts.generating, "each is one request again"
     check_whole(episodes)
-    assert [one.tokens[: len(tokens)].tolist() for one, tokens in zip(episodes, before, strict=True)] == before
+    assert [one.tokens.tolist() for one in episodes] == [one.tokens.tolist() for one in expected]
 
 
 def test_a_quantum_without_steps_brings_engines_to_rest() -> None:
@@ -266,19 +250,19 @@ def test_an_answer_that_fills_the_context_ends_the_sequence(words: int, reason: 
         assert bench.batches[0]["max_new_tokens"].tolist() == [1] and len(episode) == ROOM
 
 
-def test_requests_are_ordered_by_cohort_and_limited_to_the_rest_of_their_turn() -> None:
+def test_requests_are_ordered_by_cohort_and_may_make_a_whole_turn() -> None:
     bench = Bench(vllm_cfg=VllmConfig(max_num_seqs=3))
-    for count, cohort, start in ((3, 1, 0), (9, 0, 4), (2, 0, 0), (1, 0, 0)):
-        bench.rollouts.start(group(count, begun(count, turn_start=start), cohort=cohort))
+    for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
+        bench.rollouts.start(group(count, begun(count, turn_start=count), cohort=cohort))
     bench.rollouts.look_ahead()
     batch = bench.batches[0]
     assert (batch["lengths"] - len(PROMPT)).tolist() == [9, 2, 1, 3]
-    assert batch["max_new_tokens"].tolist() == [LIMIT - 5, LIMIT - 2, LIMIT - 1, LIMIT - 3]
+    assert batch["max_new_tokens"].tolist() == [LIMIT] * 4
 
 
 def test_turns_go_on_after_answers_until_they_are_the_most() -> None:
     environment = ManualEnvironment()
-    bench, episodes = Bench(environment), [begun(4) for _ in range(6)]
+    bench, episodes = Bench(environment), [begun(4, turn_start=4) for _ in range(6)]
     for seed, episode in enumerate(episodes):
         episode.seed = seed
     bench.rollouts.start(group(5, *episodes))
@@ -298,15 +282,6 @@ def test_turns_go_on_after_answers_until_they_are_the_most() -> None:
     stopped = [episode for episode in answered if episode.finish_reason == "stop"]
     assert all(episode.turn_rewards == [None, 1.0] and episode.sampled[-1] for episode in stopped)
     assert len(environment.closed) == len(set(environment.closed)) == len(episodes)
-
-
-def test_a_prefix_of_a_stop_string_is_generated_again_within_the_turn() -> None:
-    """Tokens of the environment stay."""
-    bench, seven = Bench(stop_strings=("78",)), 4 + 7
-    own, answered = begun(2), begun(2, turn_start=2)
-    own.tokens[-1] = answered.tokens[-1] = seven
-    bench.rollouts.start(group(0, own, answered))
-    assert (own.tokens.tolist(), answered.tokens.tolist()) == ([4], [4, seven])
 
 
 @pytest.mark.parametrize(("turn", "end", "again"), [("2E", "", True), ("2<eos>", "", False), ("2\n", "E", True)])

@@ -205,14 +205,11 @@ class Engines:
     def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
         assert deadline.key == "timeouts.replay_s", "not the start timeout"
         assert not self.dead, "it would not answer"
-        if method == "abort_requests":
-            return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
-        assert method == "unfinished_requests"
+        assert method == "abort_requests"
         self.dead |= {shard for shard in self._living() if self._random.random() < self.dying}
         if self.dead:
             raise self.failure("")
-        running = [[self._made(*item, "unfinished") for item in shard.items()] for shard in self.requests]
-        return [None if number in self.absent else found for number, found in enumerate(running)]
+        return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
 
     @staticmethod
     def _made(number: int, request: dict[str, Any], reason: str) -> FinishedRequest:

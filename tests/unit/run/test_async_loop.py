@@ -406,7 +406,7 @@ def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learne
 
     run.submit = submit  # type: ignore[method-assign]
     turns = EnvironmentTurns(run.config, run.inputs.tokenizer)
-    rollouts = Rollouts(run.config, engines_of(run), run.inputs.tokenizer, turns)
+    rollouts = Rollouts(run.config, engines_of(run), turns)
     rollouts.start(new_group(run.config, 0, 0, run.inputs.prompts[0], [1, 2]))
     rollouts.advance()
     assert rollouts.quantum_size.step_s == ({0: 1 / made, 1: 1 / made} if learned else {}), "quanta took a second"

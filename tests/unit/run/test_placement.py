@@ -158,5 +158,3 @@ def test_a_sequence_of_two_requests_has_the_record_of_both() -> None:
     whole = np.concatenate([second, second + 1, second + 2])[:6]  # prompt, 7, 8, 20, 21, and no record of 9
     one.append(FinishedRequest(1, [9], [-1.0], [0], "stop", whole))
     np.testing.assert_array_equal(one.experts, [*first, *whole[len(first) :]])
-    one.take_back(2)
-    assert len(one.experts) == 5

@@ -180,7 +180,6 @@ def test_rows_are_attributed_to_their_requests(recorder: ExpertRecorder) -> None
     first = runner.step(a=(0, 3))
     recorder.follow("b", [8, 9], 0)
     second = runner.step(b=(0, 2), a=(3, 4))
-    assert ids(recorder.peek("a", [20])) == first["a"]
     third = runner.step(a=(4, 5), b=(2, 3))
     assert ids(recorder.take("a", [20, 21, 22])) == first["a"] + second["a"] + third["a"]
     runner.step(b=(3, 4), a=(5, 6))  # a step that was prepared before the end of `a` was known
@@ -389,18 +388,6 @@ def test_a_version_restarts_requests_without_tokens(engine: QuantumEngine, vllm:
     made = engine.run([], 100)
     versions = {row.request_id: row.versions for row in map(made.request, range(len(made)))}
     assert versions == {1: [0, 0, 7, 7, 7, 7], 2: [7, 7, 7]}
-
-
-def test_a_snapshot_drains_the_engine(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
-    engine.run(asked(r2=5, r3=9, r4=9), 5)
-    vllm.output_processor.request_states = {"3-0": state_of("3", [5, 6, 7])}
-    found = {row.request_id: row for row in engine.snapshot()}
-    assert found.keys() == {3, 4}, "request 2 has finished"
-    assert (found[3].tokens, found[3].logprobs, found[3].versions) == ([5, 6, 7], [-5.0, -6.0, -7.0], [0, 0, 0])
-    assert {row.finish_reason for row in found.values()} == {"unfinished"}
-    assert (found[4].tokens, found[4].logprobs) == ([], [])
-    vllm.output_processor.request_states = {}
-    assert rows(engine.run([], 1)) == [(2, 5)]
 
 
 def test_progress_checksums_all_tokens_so_far(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
