@@ -21,7 +21,7 @@ EXTRAS = {
     "megatron": ("megatron",),
     "vllm": ("vllm", "cpu"),
     "tensorboard": ("tracking",),
-    "matplotlib": ("tracking",),
+    "matplotlib": ("bench",),
     "wandb": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),

@@ -290,13 +290,9 @@ def compare(entries: Sequence[Entry], results: Sequence[Values], bounds: Bounds)
 
 
 def _generated(results: Sequence[Values]) -> Values:
-    """Joins the quanta of a run: the parts of a request that streams, one after the other."""
-    joined: dict[str, list[Array]] = {}
-    for result in results:
-        for name, part in result.items() if ENGINE_STEPS in result else ():
-            joined.setdefault(name, []).append(part)
-    joined.pop(ENGINE_STEPS, None)
-    return {name: np.concatenate(arrays) for name, arrays in joined.items()}
+    """Returns the values of the requests of all quanta."""
+    values = [item for result in results if ENGINE_STEPS in result for item in result.items()]
+    return {name: value for name, value in values if name != ENGINE_STEPS}
 
 
 def _requests(entries: Sequence[Entry]) -> dict[int, bool]:

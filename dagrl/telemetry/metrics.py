@@ -1,6 +1,6 @@
 """Metric names, and how the parts that workers report are merged into the metrics of a step.
 
-Names are those of metrics.jsonl, TensorBoard and the plot, NeMo-RL's where it has them. Metrics of a loss keep their names.
+Names are those of metrics.jsonl and the trackers, NeMo-RL's where it has them. Metrics of a loss keep their names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ TRAIN_TFLOP = "train_tflop"  # model TFLOPs
 TRAIN_TOKENS = "train_tokens"
 TRAIN_RANKS = "train_ranks"  # number of train workers
 PEAK_TFLOPS = "peak_tflops"  # peak TFLOP/s of a GPU, if known
-TRAIN_SECONDS = "perf/train_seconds"  # of an optimizer step and gradients accumulated early, on the slowest worker
+TRAIN_SECONDS = "perf/train_seconds"  # of an optimizer step, on the slowest worker
 
 TRAIN_TOKENS_PER_SEC = "perf/policy_training_tokens_per_sec"
 TRAIN_TOKENS_PER_SEC_PER_GPU = "perf/policy_training_tokens_per_sec_per_gpu"

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 ModelName = Literal["policy", "reference"]
 
 RECORDED = ("prev_logprobs", "reference_logprobs", "entropy")
-"""Kept columns that the driver reads for `rollouts/` and for a KL in the reward."""
+"""Kept columns that the driver reads for `rollouts/`."""
 
 
 class TrainWorker:
