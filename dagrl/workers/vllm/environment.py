@@ -9,6 +9,7 @@ from dagrl.config import Config, GenerationConfig, Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.machine import VISIBLE, gpu_count
 from dagrl.run.cluster import gpus_per_worker
+from dagrl.run.model import language_keys
 from dagrl.runtime.layout import ParallelLayout
 
 OWN_ARGUMENTS = frozenset(
@@ -90,6 +91,39 @@ def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
         raise LayoutError(f"the model's {heads} attention heads are not divisible by tensor_parallel_size {tp}")
     if isinstance(keys, int) and keys % tp and tp % max(keys, 1):
         raise LayoutError(f"tensor_parallel_size {tp} does not divide the model's {keys} key/value heads, nor they it")
+
+
+CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256})
+"""Head sizes of vLLM's CPU attention in every version that dagrl supports (vllm/v1/attention/backends/cpu_attn.py)."""
+
+
+def check_head_size(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """Raises ConfigError if generation workers run on CPUs and vLLM's attention there lacks the size of the model's heads.
+
+    On GPUs it takes any size. MLA (`kv_lora_rank`) has an attention of its own, whose size is not that of the heads.
+    """
+    from transformers import CONFIG_MAPPING
+
+    keys, cluster = language_keys(hf_config), config.cluster
+    if cluster.address is not None or gpus_per_worker(cluster) or keys.get("model_type") not in list(CONFIG_MAPPING):
+        return
+    kind = CONFIG_MAPPING[keys["model_type"]]
+    names = (
+        kind.attribute_map.get(name, name) for name in ("head_dim", "hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    size, hidden, heads, latent = (keys.get(name, getattr(kind, name, None)) for name in names)
+    if not isinstance(size, int):
+        size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    if size is None or size in CPU_HEAD_SIZES or latent:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # takes seconds
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise ConfigError(
+            f"the model's attention heads have a size of {size} (head_dim), which vLLM's attention on CPUs lacks; it has "
+            f"{', '.join(map(str, known))}. Choose a model with one of these, or run on GPUs"
+        )
 
 
 def model_path(config: Config) -> str:

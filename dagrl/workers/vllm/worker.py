@@ -37,7 +37,13 @@ from dagrl.workers.vllm import features
 from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request, sampling_params
-from dagrl.workers.vllm.environment import check_layout, require_generation, show_host_gpus, vllm_environment
+from dagrl.workers.vllm.environment import (
+    check_head_size,
+    check_layout,
+    require_generation,
+    show_host_gpus,
+    vllm_environment,
+)
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import (
     break_collectives,
@@ -89,6 +95,7 @@ class VllmWorker:
             check_slots(config, hf_config)
         if config.policy.router_replay:
             routed_layers(hf_config)
+        check_head_size(config, hf_config)
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:

@@ -1,6 +1,7 @@
 """Parts of the vLLM worker: its installation, GPU, images, disagreeing ranks, recorded experts, FP8 loading, quanta."""
 
 import re
+import sys
 import threading
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from dagrl.machine import VISIBLE
 from dagrl.rl.generation import Generated, checksum
 from dagrl.rl.routed_experts import MISSING, Record, RoutedLayers
 from dagrl.workers.megatron import MegatronWorker, cpu
+from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm.bursts import _joined
 from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request
 from dagrl.workers.vllm.environment import show_host_gpus, vllm_environment
@@ -31,6 +33,7 @@ from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import _compilation, capture_sizes
 from dagrl.workers.vllm.media import media_spans
 from dagrl.workers.vllm.quantization import quantization_arguments, quantize_checkpoint, quantizes
+from tests.families import FAMILIES
 from tests.integration.vllm_models import make_config
 from tests.unit.refit.fp8_reference import is_quantized, quantized, random_weights
 from tests.unit.refit.test_bad_input import BLOCKS, engine_config
@@ -44,6 +47,22 @@ def test_all_gpus_are_visible_or_those_chosen(monkeypatch: pytest.MonkeyPatch, b
     environment = dict(before)
     show_host_gpus(environment)
     assert environment[VISIBLE] == after
+
+
+def test_heads_that_vllm_cannot_attend_with_are_an_error_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs alone. DeepSeek-V3's latent attention has a size of its own, and Qwen3 has a default in transformers."""
+    backend = SimpleNamespace(CPUAttentionBackend=SimpleNamespace(get_supported_head_sizes=lambda: [32, 64, 512]))
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.cpu_attn", backend)
+    values = {"name": "t", "algorithm": "grpo", "data": {}, "policy": {"model_name": "x", "generation": {}}}
+    config = Settings.model_validate(values).with_keys({"cluster.gpus_per_worker": 0.0})
+    small = {**FAMILIES["qwen3"], "head_dim": 24}
+    expected = r"heads have a size of 24 \(head_dim\), .* CPUs lacks; it has 32, 64, 512. Choose"
+    with pytest.raises(ConfigError, match=expected):
+        VllmWorker.check(config, small)
+    VllmWorker.check(config.with_keys({"cluster.gpus_per_worker": 1.0}), small)
+    del small["head_dim"]
+    for others in (small, {**small, "head_dim": 512}, FAMILIES["deepseek_v3"], {**small, "model_type": "own"}):
+        VllmWorker.check(config, others)
 
 
 @pytest.mark.parametrize("most", [1, 8, 100, 128, 500, 4096])
