@@ -477,7 +477,7 @@ def _prompt_messages(prompt: Json, what: str) -> list[Json]:
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:
     if key not in content:
         keys = ", ".join(map(repr, content)) or "nothing"
-        alone = ", or to null if no reward needs a reference" if option == "data.response_key" else ""
+        alone = ", or to null if neither SFT nor a reward needs it" if option == "data.response_key" else ""
         raise DataError(f"{source}: no key {key!r}; found {keys}. Set {option} to the key of the file{alone}")
     text = _require_text(content[key], f"{source}: {key!r}")
     if not text.strip():

@@ -20,7 +20,8 @@ from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
-from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
+from dagrl.config.settings import bucket_widths, generation_config, model_names, phase_path, width_key
+from dagrl.config.task import DataSourceConfig
 from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
@@ -176,6 +177,7 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     check_machine(config, plan)
     paths = RunPaths.of(config)
     check_run_directory(paths)
+    _check_inputs_stay(config, paths)
     require_writable(paths.directory, f"output_dir {config.output_dir}")
     resumed = CheckpointStore(paths.checkpoints).latest() if checkpoints and config.checkpointing.resume else None
     trace_phases(config, plan, workers)
@@ -427,7 +429,8 @@ def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
         if isinstance(positions, int) and positions < widest:
             whose = "the model" if role == "train" else f"the {role}"
             raise ConfigError(
-                f"{whose} has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
+                f"{whose} has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens; "
+                f"lower {width_key(inputs.config.policy)}"
             )
 
 
@@ -604,10 +607,29 @@ def _learns_responses(config: Config, plan: RunPlan) -> bool:
     return not plan.generates or config.sft.max_num_steps > 0
 
 
+def _sources(config: Config) -> dict[str, DataSourceConfig]:
+    """Returns the sources of examples by their keys."""
+    return {"data": config.data, **{f"data.mixture.{name}": source for name, source in config.data.mixture.items()}}
+
+
+def _check_inputs_stay(config: Config, paths: RunPaths) -> None:
+    """Raises ConfigError for an input in the directory of an earlier run, which the run would rename."""
+    if config.checkpointing.resume or not paths.config.exists():
+        return
+    named = {**model_names(config), "policy.peft.adapter_path": config.policy.peft.adapter_path}
+    for key, source in _sources(config).items():
+        named |= {f"{key}.path": source.path, f"{key}.val_path": source.val_path}
+    for key, name in named.items():
+        if name is not None and paths.directory.resolve() in Path(name).resolve().parents:
+            raise ConfigError(
+                f"{key}: {name} is in {paths.directory}, which is renamed when another run of that name starts; choose "
+                "another name or output_dir, or set checkpointing.resume=true to go on with the earlier run"
+            )
+
+
 def _check_responses(config: Config, plan: RunPlan) -> None:
     """Raises ConfigError if the examples are prompts alone, but SFT or a reward of ours needs responses."""
-    sources = {"data": config.data, **{f"data.mixture.{name}": source for name, source in config.data.mixture.items()}}
-    without = [f"{key}.response_key" for key, source in sources.items() if source.response_key is None]
+    without = [f"{key}.response_key" for key, source in _sources(config).items() if source.response_key is None]
     if without and _learns_responses(config, plan):
         alone = ", or set sft.max_num_steps=0" if plan.generates else ""
         raise ConfigError(f"{without[0]} is null, but SFT learns responses; name their key{alone}")

@@ -55,7 +55,8 @@ class ParallelLayout:
         if self.stage_size % (self.expert_tp * self.ep):
             raise LayoutError(
                 f"expert layout etp {self.expert_tp} x ep {self.ep} does not divide the {self.stage_size} workers of a "
-                f"pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}); choose etp and ep whose product divides it"
+                f"pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}); choose etp and ep whose product "
+                "divides it, or 1 and 1 for a model without experts"
             )
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp is {self.vpp} but pp is 1; virtual stages need at least two pipeline stages")

@@ -32,7 +32,7 @@ from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.identity import WORKER, identity_of
-from tests.unit.run.test_checkpoints import saving
+from tests.unit.run.saving import saving
 
 MODEL: dict[str, Json] = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
@@ -134,7 +134,7 @@ policy.generation.vllm_cfg.tensor_parallel_size=3 ->
 MEGATRON.data_parallel_size=3 ->
     train_global_batch_size 16 ... data_parallel_size 3 ... change grpo.num_prompts_per_step, or change
 grpo.num_prompts_per_step=3 -> = 12 samples ... train_global_batch_size 16
-MEGATRON.expert_model_parallel_size=3 -> ep 3 ... does not divide
+MEGATRON.expert_model_parallel_size=3 -> ep 3 ... does not divide ... or 1 and 1 for a model without experts
 MEGATRON.data_parallel_size=16 -> 17 workers, 16 train (dp16) + 1 generation (single) ... 2 CPU cores hold 16
 cluster.num_cpus=1; policy.generation.vllm_cfg.data_parallel_size=8 -> 9 workers ... 1 CPU cores hold 8
 policy.random_init=null; policy.model_name=no/model -> policy.model_name ... 'no/model'
@@ -144,7 +144,7 @@ policy.generation.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop ->
     room for 2 ... Raise policy.max_total_sequence_length, or shorten the data
 policy.generation.max_new_tokens=16 ->
     policy.generation.max_new_tokens is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
-policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens
+policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens; lower policy.max_total_sequence_length
 policy.sequence_buckets=[8, 32] -> sequence_buckets has 32 ... length 16
 policy.sequence_packing.enabled=true; policy.sequence_packing.train_mb_tokens=12 ->
     policy.sequence_packing.train_mb_tokens is 12 ... largest bucket of 16 tokens ... set it to 16 or more
@@ -472,6 +472,20 @@ def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
         for key, *others in (("models.teacher.model_name",), ("critic.model_name", "algorithm=ppo")):
             code, errors = run(f"{key}={teacher}", *others)
             assert code == 2 and key in errors and found in errors, errors
+
+
+@pytest.mark.parametrize("key", ["policy.model_name", "policy.peft.adapter_path", "data.val_path"])
+def test_inputs_in_a_directory_that_would_be_renamed(key: str, run: Run, tmp_path: Path) -> None:
+    """`policy.model_name=runs/bad/final_model` of a run named `bad`. One that resumes renames nothing."""
+    earlier, own = tmp_path / "runs" / "bad", "policy.random_init=null" if key == "policy.model_name" else "seed=0"
+    (earlier / "final_model").mkdir(parents=True)
+    (earlier / "config.yaml").write_text("name: bad")
+    for words in (("--dry-run",), ()):
+        code, errors = run(f"{key}={earlier / 'final_model'}", own, *words)
+        assert code == 2 and f"{key}: {earlier / 'final_model'} is in {earlier}, which is renamed when another" in errors
+    assert "is renamed" not in run(f"{key}={earlier / 'final_model'}", own, "checkpointing.resume=true", "--dry-run")[1]
+    assert "is renamed" not in run(f"{key}={earlier / 'final_model'}", own, "name=other", "--dry-run")[1]
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()] == ["bad"]
 
 
 def test_a_directory_that_is_not_a_run_is_left_alone(run: Run, tmp_path: Path) -> None:
