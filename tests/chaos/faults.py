@@ -4,8 +4,6 @@ Each yields what it did, for the record. `lasts_s` is how long the campaign stay
 `CannotError` with the reason and is listed as skipped.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from tests.chaos.machine import Clock, Disk
-    from tests.chaos.trial import Trial
+from tests.chaos.clock import Clock
+from tests.chaos.disk import Disk
+from tests.chaos.network import Relay
 
 
 class CannotError(Exception):
@@ -30,7 +28,28 @@ class NotNowError(Exception):
     """The run has no such process at this moment of its start."""
 
 
-Applied = Callable[["Trial", Random], Iterator[str]]
+class Victim(Protocol):
+    directory: Path
+    disk: Disk | None
+    relay: Relay | None
+    clock: Clock | None
+    conduct: Path  # a file that tells the run's reward and environment what to do
+
+    @property
+    def driver(self) -> int:
+        """The driver's pid."""
+
+    def pids(self, target: str) -> list[int]:
+        """Returns the processes of a place of the run, such as `train worker`."""
+
+    def second(self) -> subprocess.Popen[str]:
+        """Starts the same command once more."""
+
+    def stopped(self) -> bool:
+        """Whether the driver has ended."""
+
+
+Applied = Callable[[Victim, Random], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -55,14 +74,14 @@ class Fault:
         """How long the run must go on."""
         return self.noticed_s if self.noticed_s is not None else 0.0 if self.harmless else 12.0
 
-    def applied(self, trial: Trial, random: Random) -> AbstractContextManager[str]:
+    def applied(self, victim: Victim, random: Random) -> AbstractContextManager[str]:
         """Applies the fault to a run for the block."""
-        return contextmanager(self.apply)(trial, random)
+        return contextmanager(self.apply)(victim, random)
 
 
-def chosen(trial: Trial, target: str, random: Random) -> int:
+def chosen(victim: Victim, target: str, random: Random) -> int:
     """One of the processes of a place. Raises NotNowError if there is none."""
-    found = [trial.driver] if target == "driver" else trial.pids(target)
+    found = [victim.driver] if target == "driver" else victim.pids(target)
     if not found:
         raise NotNowError
     return random.choice(found)
@@ -76,8 +95,8 @@ def send(pid: int, number: signal.Signals) -> None:
 def strike(target: str, number: signal.Signals) -> Applied:
     """SIGKILL, as of an operator or the kernel, or SIGSTOP without SIGCONT: the process hangs."""
 
-    def apply(trial: Trial, random: Random) -> Iterator[str]:
-        pid = chosen(trial, target, random)
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        pid = chosen(victim, target, random)
         send(pid, number)
         yield f"pid {pid}"
 
@@ -87,8 +106,8 @@ def strike(target: str, number: signal.Signals) -> Applied:
 def pause(target: str) -> Applied:
     """SIGSTOP, and SIGCONT at the end: a process that is late."""
 
-    def apply(trial: Trial, random: Random) -> Iterator[str]:
-        pid = chosen(trial, target, random)
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        pid = chosen(victim, target, random)
         send(pid, signal.SIGSTOP)
         try:
             yield f"pid {pid}"
@@ -98,9 +117,9 @@ def pause(target: str) -> Applied:
     return apply
 
 
-def suspend(trial: Trial, random: Random) -> Iterator[str]:
+def suspend(victim: Victim, random: Random) -> Iterator[str]:
     """SIGSTOP of every process of the run, and SIGCONT: a machine that slept, for which all clocks have jumped."""
-    pids = trial.pids("")
+    pids = victim.pids("")
     for pid in pids:
         send(pid, signal.SIGSTOP)
     try:
@@ -113,69 +132,67 @@ def suspend(trial: Trial, random: Random) -> Iterator[str]:
 def ask(*numbers: signal.Signals) -> Applied:
     """Signals to the driver, as of a person or a batch system."""
 
-    def apply(trial: Trial, random: Random) -> Iterator[str]:
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
         for number in numbers:
-            send(trial.driver, number)
+            send(victim.driver, number)
             time.sleep(random.uniform(0.0, 1.0))
-        yield f"pid {trial.driver}"
+        yield f"pid {victim.driver}"
 
     return apply
 
 
-def full(trial: Trial, random: Random) -> Iterator[str]:
+def full(victim: Victim, random: Random) -> Iterator[str]:
     """No byte is left on the disk of the run's directory."""
-    with _disk(trial).full():
+    with _disk(victim).full():
         yield "0 bytes left"
 
 
-def slow(trial: Trial, random: Random) -> Iterator[str]:
+def slow(victim: Victim, random: Random) -> Iterator[str]:
     """Writes to the disk of the run's directory wait."""
-    with _disk(trial).frozen():
+    with _disk(victim).frozen():
         yield "writes wait"
 
 
-def refuses(trial: Trial, random: Random) -> Iterator[str]:
+def refuses(victim: Victim, random: Random) -> Iterator[str]:
     """Nothing can be created or renamed in the directory of checkpoints."""
-    with _disk(trial).immutable(trial.directory / "checkpoints"):
+    with _disk(victim).immutable(victim.directory / "checkpoints"):
         yield "no new files"
 
 
-def _disk(trial: Trial) -> Disk:
-    if trial.disk is None:
+def _disk(victim: Victim) -> Disk:
+    if victim.disk is None:
         raise CannotError("needs root and a loop device, for a disk of its own")
-    return trial.disk
+    return victim.disk
 
 
-def _clock(trial: Trial) -> Clock:
-    if trial.clock is None:
-        raise CannotError("needs a C compiler, for a clock of its own")
-    return trial.clock
-
-
-def clock_jumps(trial: Trial, random: Random) -> Iterator[str]:
+def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
     """Sets the wall clock an hour or a day ahead or behind, and then right again; between two hosts, that of the second."""
+    if victim.clock is None:
+        raise CannotError("needs a C compiler, for a clock of its own")
     seconds = random.choice((-86400, -3600, 3600, 86400))
-    with _clock(trial).ahead(seconds):
+    with victim.clock.ahead(seconds):
         yield f"{seconds:+d} s"
 
 
-def clock_runs_fast(trial: Trial, random: Random) -> Iterator[str]:
+def clock_runs_fast(victim: Victim, random: Random) -> Iterator[str]:
     """Lets an hour to a day of the wall clock pass in a few seconds."""
+    if victim.clock is None:
+        raise CannotError("needs a C compiler, for a clock of its own")
     times = random.choice((1000, 10000))
-    with _clock(trial).fast(times):
+    with victim.clock.fast(times):
         yield f"{times} times as fast"
 
 
 def misbehaves(how: str) -> Applied:
     """Makes the user's function (`task.py`) raise, hang or end its process, for all samples or for some."""
 
-    def apply(trial: Trial, random: Random) -> Iterator[str]:
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
         share = random.choice((0.2, 1.0))
-        trial.conduct.write_text(f"{how} {share}")
+        victim.conduct.write_text(f"{how} {share}")
         try:
             yield f"{how} for {share:.0%} of samples"
         finally:
-            trial.conduct.write_text("")
+            victim.conduct.write_text("")
 
     return apply
 
@@ -186,10 +203,10 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 def out_of_memory(target: str) -> Applied:
     """Puts a process into a cgroup without memory: the kernel kills it at its next page."""
 
-    def apply(trial: Trial, random: Random) -> Iterator[str]:
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
         if not os.access(MEMORY / "tasks", os.W_OK):
             raise CannotError(f"needs a writable {MEMORY} (cgroup v1)")
-        pid = chosen(trial, target, random)
+        pid = chosen(victim, target, random)
         group = MEMORY / f"dagrl-chaos-{os.getpid()}-{pid}"
         group.mkdir()
         try:
@@ -219,9 +236,9 @@ def _removed(group: Path) -> None:
 SECOND_S = 120.0
 
 
-def second_run(trial: Trial, random: Random) -> Iterator[str]:
+def second_run(victim: Victim, random: Random) -> Iterator[str]:
     """Starts the same command once more: it must be refused, and the first run must not notice."""
-    with trial.second() as process:
+    with victim.second() as process:
         try:
             text, _ = process.communicate(timeout=SECOND_S)
         except subprocess.TimeoutExpired:
@@ -235,10 +252,10 @@ def second_run(trial: Trial, random: Random) -> Iterator[str]:
 def packets(**how: float) -> Applied:
     """Packets between the hosts: `loss`, `delay_s`, `reorder` and `corrupt`, or none at all (`loss=1`)."""
 
-    def apply(trial: Trial, random: Random) -> Iterator[str]:
-        if trial.relay is None:
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        if victim.relay is None:
             raise CannotError("the run has one host")
-        with trial.relay.disturbed(**how):
+        with victim.relay.disturbed(**how):
             yield ", ".join(f"{name} {value:g}" for name, value in how.items())
 
     return apply

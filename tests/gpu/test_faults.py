@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.faults.killing import DEATH_AT, PLACES, Fault, measure
+from tests.faults.dying import PLACES
+from tests.faults.killing import DEATH_AT, Fault, measure
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = pytest.mark.timeout(600)

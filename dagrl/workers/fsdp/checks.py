@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from dagrl.config import Config, FsdpLayoutConfig, Json, MegatronConfig, OptimizerConfig, PolicyConfig
+from dagrl.config import Config, Json, MegatronConfig, OptimizerConfig, PolicyConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
 from dagrl.machine import gpu_count
@@ -18,7 +18,6 @@ from dagrl.run.cluster import gpus_per_worker
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.train.adapters import is_chosen_parameter
-from dagrl.workers.train.hf_load import check_shared
 
 if TYPE_CHECKING:
     from dagrl.workers.fsdp.model import HiddenStates
@@ -171,11 +170,10 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     check_settings(config)
     policy, layout = config.policy, config.policy.train_layout
     _check_heads(policy, hf_config, layout.tp)
-    from dagrl.workers.fsdp.dry import dry_model
+    from dagrl.workers.fsdp.dry import check_files, dry_model
     from dagrl.workers.fsdp.experts import expert_weights
     from dagrl.workers.fsdp.model import vision_tower
     from dagrl.workers.fsdp.routers import find_routers
-    from dagrl.workers.fsdp.sent import whole_shapes
 
     if policy.peft.enabled and find_spec("peft") is None:
         raise MissingDependencyError("policy.peft.enabled is true, but PEFT is not installed; install dagrl[peft]")
@@ -186,10 +184,6 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
         )
     if policy.peft.enabled and policy.peft.target_parameters:
         _check_expert_adapters(policy, layout)
-    if policy.model_name is not None:
-        single = policy.fsdp_cfg.model_copy(update=dict.fromkeys(FsdpLayoutConfig.model_fields, 1))
-        with dry_model(policy.model_copy(update={"fsdp_cfg": single}), hf_config, ParallelLayout(), 0) as root:
-            check_shared(policy.model_name, whole_shapes(root.net))
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:
             root.context.check(layout.tp)
@@ -202,6 +196,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             find_routers(root.net)
         if policy.fsdp_cfg.freeze_vision_tower:
             vision_tower(root.net)
+    if policy.model_name is not None:
+        check_files(policy, hf_config)
     what = layers_with_a_state(policy, hf_config)
     if layout.cp > 1 and what:
         raise ConfigError(

@@ -276,9 +276,11 @@ def split_adapters(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) 
         if style is None:
             continue
         if style not in ("colwise", "rowwise"):
+            able = {layer.rpartition(".")[2] for layer, style in plan.items() if style in ("colwise", "rowwise")}
             raise ConfigError(
-                f"policy.peft.target_modules has {name}, which tensor parallelism splits as {style!r}, and adapters only as "
-                "colwise or rowwise; leave it out, or set policy.fsdp_cfg.tensor_parallel_size to 1"
+                f"policy.peft is for {name} too, which tensor parallelism splits as {style!r}, and adapters only as colwise "
+                f"or rowwise; set policy.peft.target_modules to other layers, such as [{', '.join(sorted(able))}], or "
+                "policy.fsdp_cfg.tensor_parallel_size to 1"
             )
         factor: Any = (layer.lora_B if style == "colwise" else layer.lora_A)[NAME]
         add_lora_tp_hooks_dtensor(factor, style, mesh, base_layer=layer.get_base_layer(), module_name=name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +49,7 @@ from dagrl.workers.fsdp.media import MediaInputs, text_positions
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.fsdp.versions import apply_expert_parallelism, parallel_plans, plan_key
 from dagrl.workers.train import cudnn_attention, prefix_attention
-from dagrl.workers.train.hf_load import read_hf_config
+from dagrl.workers.train.hf_load import check_finite, read_hf_config
 from dagrl.workers.train.microbatches import Segments
 
 REPLICATE, SHARD, TENSOR, CONTEXT = "replicate", "shard", "tp", "cp"
@@ -173,7 +173,7 @@ def load_model(
     config = find_config(policy, read_hf_config(directory), scalar=scalar)
     home, kind = torch.device("cpu") if policy.fsdp_cfg.cpu_offload else device, find_class(policy, config, scalar=scalar)
     attention = policy.fsdp_cfg.attn_implementation or default_attention(kind, config, device, policy.precision)
-    loaded, report = _sharded_class(kind, home, shard).from_pretrained(
+    loaded, report = sharded_class(kind, home, shard).from_pretrained(
         directory,
         config=config,
         dtype=dtype,
@@ -190,18 +190,12 @@ def load_model(
         for name, parameter in root.net.named_parameters():
             if any(re.search(pattern, name) for pattern in reordered):
                 fill(name, parameter, plain.get_parameter(name.replace(".base_layer", "")).detach())
-    made = {name for name in report["missing_keys"] if name == SCORE or is_adapter(name)}
-    wrong = [one for one in report["mismatched_keys"] if not any(re.search(pattern, one[0]) for pattern in reordered)]
-    if wrong:
-        name, found, expected = wrong[0]
-        raise CheckpointError(
-            f"{directory}: this rank's part of {name!r} has shape {list(found)}, expected {list(expected)}"
-        )
-    if lacking := sorted(set(report["missing_keys"]) - made):
-        raise CheckpointError(
-            f"{directory} lacks {len(lacking)} parameters that config.json defines, such as {lacking[0]!r}; config.json and "
-            "the weights belong to different models"
-        )
+    report["mismatched_keys"] = [
+        one for one in report["mismatched_keys"] if not any(re.search(pattern, one[0]) for pattern in reordered)
+    ]
+    check_report(directory, report)
+    new = report["missing_keys"]
+    check_finite(directory, [(name, local_of(one.detach())) for name, one in loaded.named_parameters() if name not in new])
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains and is_adapter(name) == adapted)
     if trains and policy.fsdp_cfg.freeze_vision_tower:
@@ -220,6 +214,22 @@ def load_model(
     if not sharded and trains:
         root.copies = ComputeCopies(root, getattr(torch, policy.precision))
     return root
+
+
+def check_report(directory: Path | str, report: Mapping[str, Collection[Any]]) -> None:
+    """Raises CheckpointError for what transformers has not loaded (`output_loading_info`). A scalar head and adapters may be
+    new."""
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{directory}: parameter {name!r} has shape {list(found)}, expected {list(expected)}; config.json and the "
+            "weights belong to different models, or experts are missing"
+        )
+    if lacking := sorted(name for name in report["missing_keys"] if name != SCORE and not is_adapter(name)):
+        others = f" and {len(lacking) - 1} other parameters" if lacking[1:] else ""
+        raise CheckpointError(
+            f"{directory} lacks {lacking[0]!r}{others}, wholly or in part, but config.json defines them; the files are "
+            "incomplete, or belong to another model"
+        )
 
 
 def fix_rotary_factors(model: nn.Module, policy: PolicyConfig) -> None:
@@ -492,7 +502,7 @@ def _init_missing(init_weights: Callable[[nn.Module], None], module: nn.Module) 
         init_weights(module)
 
 
-def _sharded_class(kind: type[Any], device: torch.device, shard: Callable[[Any], None]) -> Any:
+def sharded_class(kind: type[Any], device: torch.device, shard: Callable[[Any], None]) -> Any:
     """Returns a class of the same name that calls `shard` with a model before its files are read."""
 
     class Sharded(kind):  # type: ignore[misc]

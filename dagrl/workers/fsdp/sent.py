@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dagrl.refit.slices import WeightSlice, expand, full_shapes
+from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.workers.fsdp.lora import Adapters, plain_view
 
@@ -69,11 +69,6 @@ def sent_slices(net: nn.Module, precision: str) -> list[WeightSlice]:
     if trained == precision:
         return slices
     return [replace(part, dtype=trained) if part.tensor in buffers and not part.dtype else part for part in slices]
-
-
-def whole_shapes(net: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's parameters, from a model that one rank holds whole."""
-    return full_shapes(expand(sent_slices(net, _dtype_of(net))))
 
 
 def _dtype_of(net: nn.Module) -> str:

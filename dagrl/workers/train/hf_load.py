@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError, LayoutError
@@ -39,31 +41,32 @@ def read_hf_config(directory: str | Path) -> dict[str, Json]:
 ParameterShapes = Mapping[str, tuple[int, ...]]  # full shape of each parameter
 
 
+class Stored(NamedTuple):
+    """A parameter in a file. `dtype` is safetensors' name."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_parameters(directory: str | Path) -> dict[str, Stored]:
+    """Returns the parameters of a checkpoint, of which it reads only file headers and sizes.
+
+    Raises CheckpointError for a file that is missing or damaged.
+    """
+    stored: dict[str, Stored] = {}
+    for path, names in groupby(sorted(_files(Path(directory)).items(), key=itemgetter(1)), key=itemgetter(1)):
+        with opened(path) as file:
+            parts = {name: file.get_slice(name) for name, _ in names}
+            stored |= {name: Stored(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    return stored
+
+
 def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:
     """Raises the CheckpointError that `load_hf` would raise. Reads only file headers and sizes."""
-    _check_shapes(_by_file(shapes, shapes, directory), shapes)
-
-
-def check_shared(directory: str | Path, shapes: ParameterShapes) -> None:
-    """Raises CheckpointError for parameters of the files that are in `shapes` too, with another shape.
-
-    Others are not compared: transformers also reads parameters under other names than those that it writes, and experts
-    whose matrices are transposed.
-    """
-    by_file: dict[Path, list[str]] = {}
-    for name, path in _files(Path(directory)).items():
-        if name in shapes:
-            by_file.setdefault(path, []).append(name)
-    _check_shapes(by_file, shapes, transposed=True)
-
-
-def _check_shapes(by_file: Mapping[Path, Sequence[str]], shapes: ParameterShapes, *, transposed: bool = False) -> None:
-    for path, names in by_file.items():
-        with opened(path) as file:
-            for name in names:
-                part, expected = file.get_slice(name), shapes[name]
-                turned = transposed and len(expected) == 3 and list(part.get_shape()) == [expected[0], *expected[:0:-1]]
-                _check_stored(path, name, part, part.get_shape() if turned else expected)
+    stored = stored_parameters(directory)
+    for name in chain.from_iterable(_by_file(shapes, shapes, directory).values()):
+        check_stored(name, stored[name], shapes[name])
 
 
 def load_hf(
@@ -89,10 +92,25 @@ def load_hf(
         with opened(path, "pt") as file:
             for name in names:
                 stored = file.get_slice(name)
-                _check_stored(path, name, stored, shapes[name])
+                check_stored(name, Stored(path, tuple(stored.get_shape()), stored.get_dtype()), shapes[name])
                 for piece in pieces[name]:
                     box = tuple(slice(start, stop) for start, stop in piece.box)
                     local_view(tensors[piece.tensor], piece).copy_(stored[box])
+    stored_as = {piece.tensor: piece.name for piece in slices}
+    check_finite(directory, [(stored_as.get(name, name), tensor) for name, tensor in tensors.items()])
+
+
+def check_finite(directory: str | Path, loaded: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises CheckpointError for a loaded parameter with NaN or infinite values."""
+    import torch
+
+    names, tensors = zip(*((name, tensor) for name, tensor in loaded if tensor.is_floating_point()), strict=True)
+    finite = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors]).isfinite().tolist()  # one wait for a GPU
+    for name in (name for name, is_finite in zip(names, finite, strict=True) if not is_finite):
+        raise CheckpointError(
+            f"{directory}: parameter {name!r} has values that are NaN or infinite; training starts from finite ones: "
+            "download or convert the checkpoint again, or choose another"
+        )
 
 
 def has_scalar_head(directory: str | Path) -> bool:
@@ -177,16 +195,16 @@ def opened(path: Path, framework: str = "np") -> Iterator[Any]:
         raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
 
 
-def _check_stored(path: Path, name: str, part: Any, expected: Sequence[int]) -> None:
-    """Checks that a stored parameter has the `expected` shape and a plain dtype."""
-    shape, dtype = list(part.get_shape()), part.get_dtype()
-    if shape != list(expected):
+def check_stored(name: str, stored: Stored, expected: Sequence[int]) -> None:
+    """Raises CheckpointError unless a parameter has the `expected` shape and a plain dtype."""
+    if stored.shape != tuple(expected):
         raise CheckpointError(
-            f"{path}: parameter {name!r} has shape {shape}, expected {list(expected)}; "
+            f"{stored.path}: parameter {name!r} has shape {list(stored.shape)}, expected {list(expected)}; "
             "config.json and the weights belong to different models"
         )
-    if dtype not in _PLAIN_DTYPES and dtype != "I64":  # tables, such as DeepSeek V4's of experts by token
+    if stored.dtype not in _PLAIN_DTYPES and stored.dtype != "I64":  # tables, such as DeepSeek V4's of experts by token
         raise CheckpointError(
-            f"{path}: parameter {name!r} is stored as {dtype}; training starts from {', '.join(_PLAIN_DTYPES)}: "
-            "dequantize the checkpoint first (generation can be in FP8 all the same: vllm_cfg.precision)"
+            f"{stored.path}: parameter {name!r} is stored as {stored.dtype}; training starts from "
+            f"{', '.join(_PLAIN_DTYPES)}: dequantize the checkpoint first (generation can be in FP8 all the same: "
+            "vllm_cfg.precision)"
         )

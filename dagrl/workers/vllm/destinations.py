@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dagrl.errors import ConfigError
+from dagrl.errors import CheckpointError, ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
@@ -68,6 +68,11 @@ def find_destinations(model: torch.nn.Module, loaded: LoadedModel, vllm_config: 
         if parameter not in loaded.tensors:  # the input of a computation
             continue
         original = loaded.tensors[parameter]
+        if original.sample.isnan().any():
+            raise CheckpointError(
+                f"policy.model_name: the checkpoint's weights in {parameter!r} have NaN; download or convert the checkpoint "
+                "again, or choose another"
+            )
         if not original.unchanged():
             raise ConfigError(
                 f"vLLM rearranged {parameter!r} in place after loading, which a refit cannot undo; choose a kernel that "

@@ -1,5 +1,6 @@
 """Slices of modules: what DTensors hold against `full_tensor()`, and names and views against what transformers saves."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from dagrl.config import PolicyConfig
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.pack import Addresses
 from dagrl.refit.slices import WeightSlice, expand, volume
 from dagrl.refit.sources import slices_of, tensors_of
-from dagrl.workers.train.hf_load import check_shared
+from dagrl.workers.fsdp.dry import check_files
 from tests.families import FAMILIES
 
 
@@ -87,7 +89,7 @@ def test_experts_that_transformers_transposes_are_described_as_published(tmp_pat
         assert (held == 1).all(), name
     for tensors in (saved, published):
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-        check_shared(tmp_path, {name: tuple(tensor.shape) for name, tensor in published.items()})
+        check_files(PolicyConfig(model_name=str(tmp_path)), json.loads((tmp_path / "config.json").read_text()))
         read = dict(AutoModelForImageTextToText.from_pretrained(tmp_path).named_parameters())
         assert all(torch.equal(read[name], parameter) for name, parameter in model.named_parameters())
     assert len(own) == 2 and published[own[0]].shape != saved[own[0]].shape

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -99,6 +99,8 @@ IMAGES = {"model_type": "qwen2_5_vl", "text_config": {**SIZES, "model_type": "qw
 WINDOWS = {**QWEN3, "model_type": "mimo_v2_flash", "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1}
 BLOOM = {"model_type": "bloom", "n_layer": 1, "n_head": 2, "hidden_size": 64, "vocab_size": 200}
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 200}
+OLMO2 = {"model_type": "olmo2", **SIZES}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SIZES}
 GPT_OSS = {"model_type": "gpt_oss", **SIZES, "num_local_experts": 4}
 HEADS_OF_ROWS = "context_parallel_size is 3, over which 4 attention heads with 2 key/value heads .* cannot be split"
 NO_FLASH = "attn_implementation is flash_attention_3, which Qwen3ForCausalLM cannot use here: ImportError.* Choose another"
@@ -116,13 +118,15 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (CP3, QWEN3, HEADS_OF_ROWS),
     (CP2, LFM2, "layers of type conv, which need whole rows; set"),
     (CP2, BLOOM, "BloomForCausalLM computes attention itself"),
+    (TP2 | {"peft": {"enabled": True}}, OLMO2, r"for .*q_proj too, .* to other layers, such as \[down_proj, gate_proj, up_"),
+    ({}, BERT, "is an encoder, .* is_decoder = false, for BertLMHeadModel; expected a causal language model"),
     (TP2, GPT2, "GPT2LMHeadModel has no tensor-parallel plan"),
     ({"fsdp_cfg": {"data_parallel_size": 2, "expert_parallel_size": 2}}, QWEN3, NO_EXPERTS),
     ({"fsdp_cfg": {"attn_implementation": "flash_attention_3"}}, QWEN3, NO_FLASH),
     ({"optimizer": {"name": "torchbo.optim:AdamW8bit"}}, QWEN3, "policy.optimizer.name: there is no module 'torchbo'"),
     ({"optimizer": {"args": {"beta": 1}}}, QWEN3, r"args=.*'beta': 1}: TypeError.* or other args \(.*betas"),
     (SGD | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:SGD, .*args={'momentum': 'lots'}: TypeError"),
-    ({"optimizer": {"name": "torch.optim:LBFGS"}}, QWEN3, "torch.optim:LBFGS, whose steps need a closure .*; choose one"),
+    ({"optimizer": {"name": "torch.optim:LBFGS"}}, QWEN3, "torch.optim:LBFGS, whose steps need a closure.*; choose one"),
     (RPROP | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:Rprop, .* of this layout .*: RuntimeError"),
     (RPROP | TP2, QWEN3, "torch.optim:Rprop, which cannot update the weights of this layout .*: RuntimeError"),
     ({"fsdp_cfg": {"freeze_vision_tower": True}}, QWEN3, NO_TOWER),
@@ -214,6 +218,34 @@ def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> 
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has shape \[32\], expected \[64\]"):
         FsdpWorker.check(config, QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "found"),
+    [
+        ("qwen3", "model.layers.1.mlp.up_proj.weight", "lacks 'model.layers.1.mlp.up_proj.weight', wholly"),
+        ("qwen3", ("model.norm.weight", "lm_head.weight"), "lacks 'lm_head.weight' and 1 other parameters"),
+        ("gemma2", (), None),  # with a tied head
+        ("gemma2", "model.embed_tokens.weight", "lacks 'lm_head.weight' and 1 other parameters"),
+        ("gpt_neox", (), None),  # which has is_decoder = false
+        ("mixtral", (), None),  # joins the experts' matrices under other names
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w1.weight", "'model.layers.0.mlp.experts.gate_up_proj'"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w2.weight", "shape .7, 64, 128., .* or experts are missing"),
+    ],
+)
+def test_a_checkpoint_has_all_parameters_under_names_that_transformers_reads(
+    kind: str, lost: str | tuple[str, ...], found: str | None, tmp_path: Path
+) -> None:
+    tiny(kind).save_pretrained(tmp_path)
+    hf_config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    for name in [lost] if isinstance(lost, str) else lost:
+        del weights[name]
+    save_file(weights, tmp_path / "model.safetensors")
+    config = config_of({"model_name": str(tmp_path)})
+    with nullcontext() if found is None else pytest.raises(CheckpointError, match=found):
+        FsdpWorker.check(config, hf_config)
+    with nullcontext() if found is None else pytest.raises(CheckpointError, match=r"is quantized \(gptq\); .* dequantize"):
+        FsdpWorker.check(config, {**hf_config, "quantization_config": {"quant_method": "gptq"}})
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel_size": 4, "data_parallel_replicas": 2}, {"tensor_parallel_size": 2}])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from dagrl.errors import ConfigError
+from dagrl.errors import CheckpointError, ConfigError
 from dagrl.refit.recording import Recording, check_complete, named_tensors, record
 from dagrl.refit.slices import expand
 from dagrl.workers.vllm.destinations import find_destinations
@@ -247,6 +247,10 @@ def test_a_computed_weight_is_packed_again_after_a_refit(monkeypatch: pytest.Mon
     Packing.process_weights_after_loading(engine.layer)
     model_config = SimpleNamespace(dtype=torch.float32)
     settings = SimpleNamespace(quant_config=None, parallel_config=SimpleNamespace(), model_config=model_config)
+    held["layer.weight"].sample[3] = torch.nan
+    with pytest.raises(CheckpointError, match=r"weights in 'layer\.weight' have NaN; download"):
+        find_destinations(engine, loaded, settings)
+    held["layer.weight"].sample[3] = held["layer.weight"].tensor.flatten()[3]
     destinations = find_destinations(engine, loaded, settings)
     for piece in expand(destinations.slices):
         target = destinations.tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]

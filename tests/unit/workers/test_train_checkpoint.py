@@ -34,7 +34,7 @@ from dagrl.workers.train.checkpoint import Piece, Saving, disk_error, load, rang
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
 from tests.families import FAMILIES
-from tests.unit.run.test_checkpoints import full_disk
+from tests.unit.run.saving import full_disk
 from tests.unit.workers.test_megatron_architecture import QWEN3 as LOADED
 
 WEIGHT = torch.arange(60.0).view(6, 10)
@@ -322,6 +322,17 @@ def test_a_check_reads_no_weights(checkpoint: Checkpoint, monkeypatch: pytest.Mo
     monkeypatch.setattr(safetensors, "safe_open", counter)
     hf_load.check_hf(checkpoint[0], parameter_shapes(MODEL))
     assert counter.files == counter.read == 0 and counter.most_files == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, checkpoint: Checkpoint) -> None:
+    directory, weights = checkpoint
+    name = next(name for name in weights if name.endswith("layers.1.self_attn.o_proj.weight"))
+    weights[name][3, 5] = value
+    (directory / hf_load.INDEX).unlink()
+    save_file(weights, directory / hf_load.SINGLE)
+    with pytest.raises(CheckpointError, match=f"{directory}: parameter '{name}' has values that are NaN or infinite; .*"):
+        imported(directory)
 
 
 def test_a_check_finds_damaged_files(checkpoint: Checkpoint) -> None:
