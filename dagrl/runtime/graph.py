@@ -1,7 +1,7 @@
 """PhaseGraph: the nodes and edges of one phase over the workers of one graph, as plain data.
 
 It does not depend on Ray, so it can be compared, drawn and tested alone. Nodes are in topological order. A node's arguments
-are the phase's input, other nodes' results, or constants, which are JSON.
+are the phase's input, other nodes' results, or constants: any objects that pickle.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dagrl.errors import GraphError
-
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class NodeRef:
 class Constant:
     """An argument fixed when the phase was traced."""
 
-    value: Json
+    value: object
 
 
 ArgumentRef = InputRef | NodeRef | Constant
@@ -72,7 +70,7 @@ class Node:
     method: str
     kind: str
     args: tuple[ArgumentRef, ...]
-    constants: tuple[tuple[str, Json], ...] = ()
+    constants: tuple[tuple[str, object], ...] = ()
     keywords: tuple[str, ...] = ()
     transport: str = SHARED_MEMORY
 

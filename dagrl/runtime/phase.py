@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import overload
 
 from dagrl.errors import GraphError
-from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import InputSpec, field_types
 
@@ -76,7 +76,7 @@ class Input:
     name: str
 
 
-Argument = Value | Input | Json
+Argument = object  # a `Value`, an `Input`, or else a constant
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Tracer:
         method: str,
         kind: str,
         args: tuple[ArgumentRef, ...],
-        constants: Mapping[str, Json] | None = None,
+        constants: Mapping[str, object] | None = None,
         keywords: tuple[str, ...] = (),
     ) -> int:
         constants = dict(constants or {})
@@ -217,13 +217,10 @@ class Tracer:
         return number
 
     def check_constant(self, where: str, constant: object) -> None:
-        """Raises GraphError for a constant that is not JSON, because it could not be stored with the graph."""
-        strange = next(_not_json(constant), None)
-        if strange is not None:
+        """Raises GraphError for a container with values of a replay, which would be a constant."""
+        if any(isinstance(part, Input | Value) for part in _parts(constant)):
             raise self.error(
-                f"node {where}: the constant {reprlib.repr(constant)} contains a {type(strange).__name__}; constants are "
-                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Put other "
-                "data into the input"
+                f"node {where}: {reprlib.repr(constant)} contains a value of the replay; pass that as an argument of its own"
             )
 
     def check_own(self, where: str, value: Value) -> None:
@@ -394,13 +391,9 @@ def _is_shard(annotation: object) -> bool:
     return annotation is Shard or (isinstance(annotation, str) and annotation.rpartition(".")[2] == Shard.__name__)
 
 
-def _not_json(value: object) -> Iterator[object]:
-    """Yields the parts of `value` that JSON would not restore unchanged."""
-    if isinstance(value, dict):
-        yield from (key for key in value if not isinstance(key, str))
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _not_json(item)
-    elif not (value is None or isinstance(value, str | int | float)) or type(value).__module__ != "builtins":
-        yield value
+def _parts(value: object) -> Iterator[object]:
+    """Yields a value, and what it contains if it is a container."""
+    yield value
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _parts(item)

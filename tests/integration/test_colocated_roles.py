@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class Colocated:
 
 @phase
 def train(actor: Shard, data):
-    return actor.map("actor_train", data, factor=3, eval_mode=True)
+    return actor.map("actor_train", data, factor=Fraction(3), eval_mode=True)
 
 
 @phase

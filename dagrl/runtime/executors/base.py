@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
 from dagrl.runtime.executors.node import NodeCall, Take
-from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes import RELAY
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,8 @@ def accelerated(graph: PhaseGraph) -> set[int]:
     } - set(graph.outputs)
 
 
-def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
-    takes: list[Take | Json] = []
+def _takes(graph: PhaseGraph, node: Node) -> tuple[object, ...]:
+    takes: list[object] = []
     index = 0
     for arg in node.args:
         match arg:

@@ -26,7 +26,7 @@ from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, pri
 from dagrl.machine import starved_s
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares, accelerator_tensors
-from dagrl.runtime.graph import Arguments, Json
+from dagrl.runtime.graph import Arguments
 from dagrl.runtime.passes import RELAY
 from dagrl.runtime.worker import ReplayContext, replay_context
 
@@ -66,8 +66,8 @@ class NodeCall:
     position: int  # of the worker in its graph
     kind: str
     method: str
-    args: tuple[Take | Json, ...]
-    constants: dict[str, Json]
+    args: tuple[object, ...]  # a `Take`, or else a constant
+    constants: dict[str, object]
     place: int  # among the worker's nodes in this graph, from 0: the node waits for its ticket and earlier places
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
     result_limit: int  # bytes
