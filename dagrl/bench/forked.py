@@ -2,15 +2,17 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import traceback
 from collections.abc import Callable
+from textwrap import shorten
 from typing import Any
 
 import torch
 
 
-def run_forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds: float | None = None) -> str:
+def run_forked(target: Callable[..., object], arguments: tuple[Any, ...], seconds: float | None = None) -> str:
     """Runs `target` in a forked process. Returns why it failed; empty after success.
 
     With a deadline it is the first of a group of processes, which all end with it.
@@ -41,16 +43,22 @@ def own_threads() -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the error's class, message, and place in the code: the last one that is not torch's."""
-    message = " ".join(str(error).split())[:300]
-    places = traceback.extract_tb(error.__traceback__)
+    """Returns the error's class, what its message begins with, and the place in the code: the last one that is not torch's.
+
+    Without a message it is the code there. The place is that of the first cause, where a library's error led to ours.
+    """
+    first = error
+    while first.__cause__ is not None and first.__cause__.__traceback__ is not None:
+        first = first.__cause__
+    places = [place for place in traceback.extract_tb(first.__traceback__) if not place.name.startswith("__getattr")]
     files = [place.filename.rpartition("site-packages/")[2] for place in places]
     last = max((at for at, file in enumerate(files) if not file.startswith("torch/")), default=len(files) - 1)
     parts = files[last].rpartition("/dagrl/")
-    return f"{type(error).__name__}: {message} ({''.join(parts[1:]).lstrip('/')}:{places[last].lineno})"
+    message = re.split(r"(?<=\.) (?=[A-Z])", " ".join(str(error).split()) or places[last].line or "")[0]
+    return f"{type(error).__name__}: {shorten(message, 240)} ({''.join(parts[1:]).lstrip('/')}:{places[last].lineno})"
 
 
-def _told(target: Callable[..., None], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:
+def _told(target: Callable[..., object], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:
     if leads:
         os.setpgrp()
     own_threads()

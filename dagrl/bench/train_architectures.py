@@ -4,11 +4,11 @@
     python -m dagrl.bench.train_architectures --json F --names Gemma3ForCausalLM    some of them, again
 
 For each architecture transformers builds a tiny model with random float32 weights. FSDP workers take three SFT steps and two
-GRPO steps with it, on two data-parallel, tensor-parallel or context-parallel ranks (`--layouts`), with padded rows and with
-packed ones where the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process,
-row by row without padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a
-vLLM engine, whose samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a
-deadline. On a machine with GPUs each process has one, for engines whose kernels CPUs lack; of two, vLLM shares the second.
+GRPO steps with it, on two data-, tensor-, context- or expert-parallel ranks (`--layouts`), with padded rows and with packed
+ones where the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process, row by
+row without padding: to 1e-5, relative to values above 1. Before and after each GRPO step a refit sends the weights to a vLLM
+engine, whose samples must have a `gen_kl_error` of at most 1e-6. Each architecture has its own processes, and a deadline. On
+a machine with GPUs each process has one, for engines whose kernels CPUs lack; of two, vLLM shares the second.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import yaml
 from torch import Tensor
 
 from dagrl.bench.forked import own_threads, reason_of, run_forked
-from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
+from dagrl.bench.tiny_configs import tiny_model, transformers_class
 from dagrl.channels import ChannelSpec
 from dagrl.channels.spec import ChannelKind
 from dagrl.config import Config, OptimizerConfig
@@ -55,13 +55,15 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "dp2": {"data_parallel_size": 2},
     "tp2": {"tensor_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
+    "ep2": {"data_parallel_size": 2, "expert_parallel_size": 2},
 }
 STEPS = ("likelihood",) * 3 + ("policy",) * 2
 COMPARED = (0, 3, 4, 5)
 """The numbers of steps after which samples are compared: with the weights that vLLM has loaded itself, then after refits."""
 WIDTH, NEW_TOKENS, TEMPERATURE = 22, 8, 0.7
 LARGEST_KL = 1e-6
-REASONS = Path(__file__).with_suffix(".yaml")  # of other samples, which no error tells
+TOLERANCE = 1e-5
+REASONS = Path(__file__).with_suffix(".yaml")  # which no error on a CPU tells
 PACKED = {"enabled": True, "train_mb_tokens": 44, "logprob_mb_tokens": 44}
 TIMEOUT_S = 60.0
 
@@ -70,7 +72,7 @@ TIMEOUT_S = 60.0
 class TrainRow:
     """One architecture in one layout: whether it trains as plain torch and generates as it trains, otherwise the reason.
 
-    `loss_difference` and `gen_kl`: the largest ones.
+    `loss_difference`, `norm_difference` (of norms above 1 relative) and `gen_kl`: the largest ones.
     """
 
     architecture: str
@@ -78,6 +80,7 @@ class TrainRow:
     passed: bool
     reason: str = ""
     loss_difference: float | None = None
+    norm_difference: float | None = None
     gen_kl: float | None = None
 
 
@@ -87,8 +90,7 @@ class MemberError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """What rows of an architecture have in common: its directory, further keys, a batch, what kinds of steps it takes (those
-    of plain torch in `truth`), keys of packing, and whether vLLM generates."""
+    """What rows of an architecture share: directory, batch, plain torch's steps of these kinds, and what it can do."""
 
     model: Path
     batch: Batch
@@ -97,10 +99,11 @@ class Case:
     packing: Mapping[str, Any]
     keys: Mapping[str, Any] = field(default_factory=dict)
     generates: bool = True
+    layouts: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: LAYOUTS)
 
     def config(self, layout: str, packing: Mapping[str, Any]) -> Config:
         """Returns the configuration of a run in a layout."""
-        return make_config(self.model, LAYOUTS[layout], packing).with_keys(self.keys)
+        return make_config(self.model, self.layouts[layout], packing).with_keys(self.keys)
 
 
 Prepare = Callable[[str, Path], Case]
@@ -115,17 +118,18 @@ def main() -> None:
 
 
 def text_architectures() -> list[str]:
-    """Returns the names that vLLM has models for, and those that its models of transformers' modules serve besides."""
+    """Returns the names of transformers' models that vLLM has too, and of those that it serves by transformers' modules."""
     from transformers.models.auto import modeling_auto as auto
     from vllm.model_executor.models import registry
 
     known, served = registry._TEXT_GENERATION_MODELS, registry._TRANSFORMERS_SUPPORTED_MODELS
     names = [*known, *(name for name, (_, built) in served.items() if "MultiModal" not in built)]
-    other = {*registry._VLLM_MODELS, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    images = set(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
     for config, built in auto.MODEL_FOR_CAUSAL_LM_MAPPING.items():
-        decodes = not hasattr(config, "is_decoder")  # others are encoders, or parts of models that have one
-        names += [built.__name__] if built.__name__ not in other and decodes and built.is_backend_compatible() else []
-    return names
+        part = hasattr(config, "is_decoder") or "Assistant" in built.__name__  # of a model with an encoder, or a draft model
+        other = part or built.__name__ in registry._VLLM_MODELS
+        names += [built.__name__] if not other and built.is_backend_compatible() else []
+    return [name for name in names if name not in images and transformers_class(name) is not None]
 
 
 def run_table(document: str, names: Sequence[str], layouts: Sequence[str], prepare: Prepare) -> None:
@@ -164,7 +168,7 @@ def try_architecture(name: str, layouts: Sequence[str], seconds: float, prepare:
         report = Path(root, "rows.json")
         rows = [TrainRow(**row) for row in json.loads(report.read_text())] if report.exists() else []
     done = {row.layout for row in rows}
-    return rows + [TrainRow(name, layout, False, reason) for layout in layouts if layout not in done]
+    return rows + [TrainRow(name, layout, False, reason) for layout in layouts if reason and layout not in done]
 
 
 def _train_all(name: str, layouts: Sequence[str], root: Path, prepare: Prepare) -> None:
@@ -172,37 +176,29 @@ def _train_all(name: str, layouts: Sequence[str], root: Path, prepare: Prepare) 
 
     The plain steps are a process's own: a backward pass counts the GPUs, after which forked processes cannot use them.
     """
-    case: Case | None = None
-    reason = run_forked(_write_case, (name, root, prepare))
-    if not reason:
-        found = pickle.loads((root / "case").read_bytes())  # noqa: S301
-        case, reason = (None, found) if isinstance(found, str) else (found, "")
+    reason = run_forked(lambda: (root / "case").write_bytes(pickle.dumps(prepare(name, root))), ())
+    case: Case | None = None if reason else pickle.loads((root / "case").read_bytes())  # noqa: S301
     rows: list[TrainRow] = []
-    for layout in layouts:
+    for layout in layouts if case is None else [layout for layout in layouts if layout in case.layouts]:
         rows.append(TrainRow(name, layout, False, reason) if case is None else _row(name, layout, case))
         (root / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
 
 
-def _write_case(name: str, root: Path, prepare: Prepare) -> None:
-    """Writes `case` in `root`: the case, or why there is none."""
-    found: Case | str
-    try:
-        found = prepare(name, root)
-    except NoTinyConfigError as error:
-        found = str(error)
-    (root / "case").write_bytes(pickle.dumps(found))
-
-
 def _text_case(name: str, root: Path) -> Case:
-    model = root / "model"
-    tiny_model(name, seed=0).float().save_pretrained(model)  # type: ignore[operator]
-    return Case(model, make_batch(), plain_steps(model), STEPS, PACKED)
+    from dagrl.workers.fsdp.model import DISPATCH
+
+    model, layouts, built = root / "model", {**LAYOUTS}, tiny_model(name, seed=0).float()
+    built.save_pretrained(model)  # type: ignore[operator]
+    if not any(hasattr(part, "experts") for part in built.modules()):
+        del layouts["ep2"]
+    elif built.ep_plan and DISPATCH not in built.ep_plan.values():  # type: ignore[operator]
+        layouts["ep2"] = {"tensor_parallel_size": 2, "expert_parallel_size": 2}  # each with all tokens
+    return Case(model, make_batch(), plain_steps(model), STEPS, PACKED, layouts=layouts)
 
 
 def _row(name: str, layout: str, case: Case) -> TrainRow:
-    differences: list[float] = []
-    divergences: list[float] = []
-    reason = ""
+    losses, norms, divergences, reason = 0.0, 0.0, [], ""
+    notes = {kind: f"; {known[name]}" for kind, known in yaml.safe_load(REASONS.read_text()).items() if name in known}
     for packing in ({}, case.packing):
         config = case.config(layout, packing)
         if refusal := run_forked(FsdpWorker.check, (config, read_hf_config(case.model))):  # apart: DTensor keeps its mesh
@@ -214,32 +210,31 @@ def _row(name: str, layout: str, case: Case) -> TrainRow:
             steps, kl = sharded_steps(config, case, generates=case.generates and not packing)
         except MemberError as error:
             return TrainRow(name, layout, False, str(error))
-        difference, wrong = compare(steps, case.truth)
+        (loss, norm), wrong = compare(steps, case.truth)
+        losses, norms = max(losses, loss), max(norms, norm)
         if wrong:
-            return TrainRow(name, layout, False, f"{'packed' if packing else 'padded'}: {wrong}")
-        differences.append(difference)
+            wrong = f"{'packed' if packing else 'padded'}: {wrong}{notes.get('losses', '')}"
+            return TrainRow(name, layout, False, wrong, losses, norms)
         if isinstance(kl, str):
-            return TrainRow(name, layout, False, f"trains; does not generate: {kl}", max(differences))
+            return TrainRow(name, layout, False, f"trains; does not generate: {kl}{notes.get('samples', '')}", losses, norms)
         divergences += kl
-    if not divergences:
-        return TrainRow(name, layout, True, reason, max(differences))
-    before, *after = divergences
+    before, *after = divergences or (0.0, 0.0)
     if max(after) > LARGEST_KL:
         reason = f"gen_kl_error is {max(after):.1e} after refits, {before:.1e} with the weights that vLLM has loaded itself"
-        known = yaml.safe_load(REASONS.read_text())
-        reason += f": {known[name]}" if name in known else ""
-    return TrainRow(name, layout, max(after) <= LARGEST_KL, reason, max(differences), max(after))
+        reason += notes.get("samples", "")
+    return TrainRow(name, layout, max(after) <= LARGEST_KL, reason, losses, norms, max(after) if divergences else None)
 
 
-def compare(steps: Sequence[tuple[float, float]], truth: Sequence[tuple[float, float]]) -> tuple[float, str]:
-    """Returns the largest difference of a loss, and the first step that is not right; empty if all are."""
+def compare(steps: Sequence[tuple[float, float]], truth: Sequence[tuple[float, float]]) -> tuple[list[float], str]:
+    """Returns the largest differences of a loss and of a norm, and the first step that is not right; empty if all are."""
+    found, expected = np.array(steps), np.array(truth)  # [steps, 2]
+    differences, sizes = abs(found - expected), np.maximum(abs(expected), 1.0)
     wrong = [
         f"step {number} has loss {loss:.6f} and norm {norm:.5f}, expected {true_loss:.6f} and {true_norm:.5f}"
         for number, ((loss, norm), (true_loss, true_norm)) in enumerate(zip(steps, truth, strict=True), 1)
-        if not (abs(loss - true_loss) < 1e-5 * max(1.0, abs(true_loss)) and abs(norm / true_norm - 1) < 1e-4)
+        if not (differences[number - 1] < TOLERANCE * sizes[number - 1]).all()
     ]
-    difference = max(abs(loss - true_loss) for (loss, _), (true_loss, _) in zip(steps, truth, strict=True))
-    return difference, next(iter(wrong), "")
+    return [differences[:, 0].max(), (differences / sizes)[:, 1].max()], next(iter(wrong), "")
 
 
 def make_config(model: Path, layout: Mapping[str, int], packing: Mapping[str, Any]) -> Config:
@@ -413,7 +408,9 @@ def sharded_steps(config: Config, case: Case, *, generates: bool) -> tuple[list[
                     [engine] = stack.enter_context(members(VllmWorker, config, ParallelLayout(), device))
                     _connect(ranks, engine, config)
                 else:
-                    _refit(ranks, engine, number)
+                    engine.begin("receive_weights", number)
+                    together(ranks, "send_weights", [(number,)] * len(ranks))
+                    engine.result()
                 divergences.append(_divergence(ranks, engine, layout))
             except MemberError as error:
                 divergences = str(error)
@@ -429,12 +426,6 @@ def _connect(ranks: Sequence[Member], engine: Member, config: Config) -> None:
     kind: ChannelKind = "nccl" if gpu_count() > len(ranks) else "ipc" if gpu_count() else "gloo"
     specs = [(plan.for_rank(rank), ChannelSpec(kind, address, rank, plan.size, TIMEOUT_S)) for rank in range(plan.size)]
     together([*ranks, engine], "prepare_refit", specs)
-
-
-def _refit(ranks: Sequence[Member], engine: Member, version: int) -> None:
-    engine.begin("receive_weights", version)
-    together(ranks, "send_weights", [(version,)] * len(ranks))
-    engine.result()
 
 
 def _divergence(ranks: Sequence[Member], engine: Member, layout: ParallelLayout) -> float:
