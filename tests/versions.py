@@ -35,7 +35,7 @@ ROWS = (
 LAYOUTS = "tests/integration/test_train_layouts.py"
 PARTS: Mapping[str, tuple[str, ...]] = {
     "runtime": ("tests/unit/runtime", "tests/integration/runtime"),
-    "Megatron": (LAYOUTS, "tests/integration/test_megatron_experts.py", "-k", "megatron"),
+    "Megatron": (LAYOUTS, "tests/integration/test_megatron_state.py", "-k", "megatron and (layouts or experts)"),
     "FSDP": (LAYOUTS, "tests/unit/workers/test_fsdp_model.py", "-k", "not megatron"),
     "vLLM": ("tests/integration/test_vllm_generate.py", "tests/integration/test_vllm_refit.py"),
 }

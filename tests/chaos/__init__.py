@@ -1,1 +1,1 @@
-"""A campaign of faults against real runs: what is disturbed (faults), what runs (scenarios), what must hold (verdict)."""
+"""A campaign of faults against real runs: what is disturbed (faults), what runs (scenarios), what must hold (trial)."""

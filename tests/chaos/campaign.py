@@ -23,11 +23,10 @@ from pathlib import Path
 from random import Random
 
 from dagrl.bench.report import commit, hardware, versions
-from tests.chaos.disk import Disk
 from tests.chaos.faults import FAULTS, CannotError, Fault, NotNowError
+from tests.chaos.machine import Disk
 from tests.chaos.scenarios import SCENARIOS, Scenario
-from tests.chaos.trial import Row, Trial
-from tests.chaos.verdict import differences
+from tests.chaos.trial import Row, Trial, differences
 
 INSIDE = "DAGRL_CHAOS_INSIDE"
 MOUNTS = "/dev/shm", "/tmp", "/run/netns"  # noqa: S108  # the namespace's own, empty afterwards

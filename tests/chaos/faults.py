@@ -4,6 +4,8 @@ Each yields what it did, for the record. `lasts_s` is how long the campaign stay
 `CannotError` with the reason and is listed as skipped.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -13,11 +15,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from tests.chaos.clock import Clock
-from tests.chaos.disk import Disk
-from tests.chaos.network import Relay
+if TYPE_CHECKING:
+    from tests.chaos.machine import Clock, Disk
+    from tests.chaos.trial import Trial
 
 
 class CannotError(Exception):
@@ -28,28 +30,7 @@ class NotNowError(Exception):
     """The run has no such process at this moment of its start."""
 
 
-class Victim(Protocol):
-    directory: Path
-    disk: Disk | None
-    relay: Relay | None
-    clock: Clock | None
-    conduct: Path  # a file that tells the run's reward and environment what to do
-
-    @property
-    def driver(self) -> int:
-        """The driver's pid."""
-
-    def pids(self, target: str) -> list[int]:
-        """Returns the processes of a place of the run, such as `train worker`."""
-
-    def second(self) -> subprocess.Popen[str]:
-        """Starts the same command once more."""
-
-    def stopped(self) -> bool:
-        """Whether the driver has ended."""
-
-
-Applied = Callable[[Victim, Random], Iterator[str]]
+Applied = Callable[["Trial", Random], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -74,14 +55,14 @@ class Fault:
         """How long the run must go on."""
         return self.noticed_s if self.noticed_s is not None else 0.0 if self.harmless else 12.0
 
-    def applied(self, victim: Victim, random: Random) -> AbstractContextManager[str]:
+    def applied(self, trial: Trial, random: Random) -> AbstractContextManager[str]:
         """Applies the fault to a run for the block."""
-        return contextmanager(self.apply)(victim, random)
+        return contextmanager(self.apply)(trial, random)
 
 
-def chosen(victim: Victim, target: str, random: Random) -> int:
+def chosen(trial: Trial, target: str, random: Random) -> int:
     """One of the processes of a place. Raises NotNowError if there is none."""
-    found = [victim.driver] if target == "driver" else victim.pids(target)
+    found = [trial.driver] if target == "driver" else trial.pids(target)
     if not found:
         raise NotNowError
     return random.choice(found)
@@ -95,8 +76,8 @@ def send(pid: int, number: signal.Signals) -> None:
 def strike(target: str, number: signal.Signals) -> Applied:
     """SIGKILL, as of an operator or the kernel, or SIGSTOP without SIGCONT: the process hangs."""
 
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
-        pid = chosen(victim, target, random)
+    def apply(trial: Trial, random: Random) -> Iterator[str]:
+        pid = chosen(trial, target, random)
         send(pid, number)
         yield f"pid {pid}"
 
@@ -106,8 +87,8 @@ def strike(target: str, number: signal.Signals) -> Applied:
 def pause(target: str) -> Applied:
     """SIGSTOP, and SIGCONT at the end: a process that is late."""
 
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
-        pid = chosen(victim, target, random)
+    def apply(trial: Trial, random: Random) -> Iterator[str]:
+        pid = chosen(trial, target, random)
         send(pid, signal.SIGSTOP)
         try:
             yield f"pid {pid}"
@@ -117,9 +98,9 @@ def pause(target: str) -> Applied:
     return apply
 
 
-def suspend(victim: Victim, random: Random) -> Iterator[str]:
+def suspend(trial: Trial, random: Random) -> Iterator[str]:
     """SIGSTOP of every process of the run, and SIGCONT: a machine that slept, for which all clocks have jumped."""
-    pids = victim.pids("")
+    pids = trial.pids("")
     for pid in pids:
         send(pid, signal.SIGSTOP)
     try:
@@ -132,67 +113,69 @@ def suspend(victim: Victim, random: Random) -> Iterator[str]:
 def ask(*numbers: signal.Signals) -> Applied:
     """Signals to the driver, as of a person or a batch system."""
 
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
+    def apply(trial: Trial, random: Random) -> Iterator[str]:
         for number in numbers:
-            send(victim.driver, number)
+            send(trial.driver, number)
             time.sleep(random.uniform(0.0, 1.0))
-        yield f"pid {victim.driver}"
+        yield f"pid {trial.driver}"
 
     return apply
 
 
-def full(victim: Victim, random: Random) -> Iterator[str]:
+def full(trial: Trial, random: Random) -> Iterator[str]:
     """No byte is left on the disk of the run's directory."""
-    with _disk(victim).full():
+    with _disk(trial).full():
         yield "0 bytes left"
 
 
-def slow(victim: Victim, random: Random) -> Iterator[str]:
+def slow(trial: Trial, random: Random) -> Iterator[str]:
     """Writes to the disk of the run's directory wait."""
-    with _disk(victim).frozen():
+    with _disk(trial).frozen():
         yield "writes wait"
 
 
-def refuses(victim: Victim, random: Random) -> Iterator[str]:
+def refuses(trial: Trial, random: Random) -> Iterator[str]:
     """Nothing can be created or renamed in the directory of checkpoints."""
-    with _disk(victim).immutable(victim.directory / "checkpoints"):
+    with _disk(trial).immutable(trial.directory / "checkpoints"):
         yield "no new files"
 
 
-def _disk(victim: Victim) -> Disk:
-    if victim.disk is None:
+def _disk(trial: Trial) -> Disk:
+    if trial.disk is None:
         raise CannotError("needs root and a loop device, for a disk of its own")
-    return victim.disk
+    return trial.disk
 
 
-def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
-    """Sets the wall clock an hour or a day ahead or behind, and then right again; between two hosts, that of the second."""
-    if victim.clock is None:
+def _clock(trial: Trial) -> Clock:
+    if trial.clock is None:
         raise CannotError("needs a C compiler, for a clock of its own")
+    return trial.clock
+
+
+def clock_jumps(trial: Trial, random: Random) -> Iterator[str]:
+    """Sets the wall clock an hour or a day ahead or behind, and then right again; between two hosts, that of the second."""
     seconds = random.choice((-86400, -3600, 3600, 86400))
-    with victim.clock.ahead(seconds):
+    with _clock(trial).ahead(seconds):
         yield f"{seconds:+d} s"
 
 
-def clock_runs_fast(victim: Victim, random: Random) -> Iterator[str]:
+def clock_runs_fast(trial: Trial, random: Random) -> Iterator[str]:
     """Lets an hour to a day of the wall clock pass in a few seconds."""
-    if victim.clock is None:
-        raise CannotError("needs a C compiler, for a clock of its own")
     times = random.choice((1000, 10000))
-    with victim.clock.fast(times):
+    with _clock(trial).fast(times):
         yield f"{times} times as fast"
 
 
 def misbehaves(how: str) -> Applied:
     """Makes the user's function (`task.py`) raise, hang or end its process, for all samples or for some."""
 
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
+    def apply(trial: Trial, random: Random) -> Iterator[str]:
         share = random.choice((0.2, 1.0))
-        victim.conduct.write_text(f"{how} {share}")
+        trial.conduct.write_text(f"{how} {share}")
         try:
             yield f"{how} for {share:.0%} of samples"
         finally:
-            victim.conduct.write_text("")
+            trial.conduct.write_text("")
 
     return apply
 
@@ -203,10 +186,10 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 def out_of_memory(target: str) -> Applied:
     """Puts a process into a cgroup without memory: the kernel kills it at its next page."""
 
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
+    def apply(trial: Trial, random: Random) -> Iterator[str]:
         if not os.access(MEMORY / "tasks", os.W_OK):
             raise CannotError(f"needs a writable {MEMORY} (cgroup v1)")
-        pid = chosen(victim, target, random)
+        pid = chosen(trial, target, random)
         group = MEMORY / f"dagrl-chaos-{os.getpid()}-{pid}"
         group.mkdir()
         try:
@@ -236,9 +219,9 @@ def _removed(group: Path) -> None:
 SECOND_S = 120.0
 
 
-def second_run(victim: Victim, random: Random) -> Iterator[str]:
+def second_run(trial: Trial, random: Random) -> Iterator[str]:
     """Starts the same command once more: it must be refused, and the first run must not notice."""
-    with victim.second() as process:
+    with trial.second() as process:
         try:
             text, _ = process.communicate(timeout=SECOND_S)
         except subprocess.TimeoutExpired:
@@ -252,10 +235,10 @@ def second_run(victim: Victim, random: Random) -> Iterator[str]:
 def packets(**how: float) -> Applied:
     """Packets between the hosts: `loss`, `delay_s`, `reorder` and `corrupt`, or none at all (`loss=1`)."""
 
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
-        if victim.relay is None:
+    def apply(trial: Trial, random: Random) -> Iterator[str]:
+        if trial.relay is None:
             raise CannotError("the run has one host")
-        with victim.relay.disturbed(**how):
+        with trial.relay.disturbed(**how):
             yield ", ".join(f"{name} {value:g}" for name, value in how.items())
 
     return apply

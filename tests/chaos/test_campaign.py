@@ -9,27 +9,33 @@ import pytest
 from dagrl.telemetry.record import read_metrics
 from tests.chaos.faults import FAULTS
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.trial import HANG_S, Trial
-from tests.chaos.verdict import differences
+from tests.chaos.trial import HANG_S, Row, Trial, differences
 
 DAY_S = 86400
 TIMES = 2880  # a day in half a minute
 
 
-@pytest.mark.slow
-def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Path) -> None:
+def disturbed(output: Path, faults: tuple[str, str], *overrides: str) -> tuple[Row, Row]:
+    """Returns what came of two faults in one SFT run."""
     pytest.importorskip("megatron.core")
     usual = SCENARIOS["sft"]
-    scenario = replace(usual, overrides=(*usual.overrides, "sft.max_num_steps=1000", "max_restarts=1"))
-    trial = Trial(scenario, tmp_path, "killed", Random(0), None)  # noqa: S311
+    trial = Trial(replace(usual, overrides=(*usual.overrides, *overrides)), output, "run", Random(0), None)  # noqa: S311
     trial.in_start = False
     trial.launch()
     try:
-        first, last = (trial.disturb(FAULTS["SIGKILL train worker"], resume=False) for _ in range(2))
+        first, second = (trial.disturb(FAULTS[fault], resume=False) for fault in faults)
     finally:
         trial.end()
-    assert first is not None and (first.outcome, first.wrong) == ("restarted", [])
-    assert last is not None and (last.outcome, last.exit_code, last.wrong) == ("stopped", 1, [])
+    assert first is not None and second is not None
+    return first, second
+
+
+@pytest.mark.slow
+def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Path) -> None:
+    kill = "SIGKILL train worker"
+    first, last = disturbed(tmp_path, (kill, kill), "sft.max_num_steps=1000", "max_restarts=1")
+    assert (first.outcome, first.wrong) == ("restarted", [])
+    assert (last.outcome, last.exit_code, last.wrong) == ("stopped", 1, [])
     assert f"{last.did}) died in" in last.message
 
 
@@ -37,18 +43,9 @@ def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Pa
 @pytest.mark.timeout(500)
 def test_a_worker_that_dies_under_a_hung_raylet_gets_another_ray(tmp_path: Path) -> None:
     """Ray counts the node as dead after a while, and would never start a worker there again."""
-    pytest.importorskip("megatron.core")
-    usual = SCENARIOS["sft"]
-    scenario = replace(usual, overrides=(*usual.overrides, "sft.max_num_steps=100000"))
-    trial = Trial(scenario, tmp_path, "hung", Random(0), None)  # noqa: S311
-    trial.in_start = False
-    trial.launch()
-    try:
-        raylet, worker = (trial.disturb(FAULTS[f"SIGSTOP {who}"], resume=False) for who in ("raylet", "train worker"))
-    finally:
-        trial.end()
-    assert raylet is not None and (raylet.outcome, raylet.wrong) == ("went on", [])
-    assert worker is not None and (worker.outcome, worker.wrong) == ("restarted", [])
+    raylet, worker = disturbed(tmp_path, ("SIGSTOP raylet", "SIGSTOP train worker"), "sft.max_num_steps=100000")
+    assert (raylet.outcome, raylet.wrong) == ("went on", [])
+    assert (worker.outcome, worker.wrong) == ("restarted", [])
 
 
 @pytest.mark.slow

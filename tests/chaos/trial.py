@@ -1,5 +1,6 @@
-"""One run under faults: started, disturbed again and again, started once more where it stopped, and compared at its end."""
+"""One run under faults: started, disturbed, started once more where it stopped; is it like an undisturbed one at its end?"""
 
+import math
 import re
 import shutil
 import signal
@@ -13,15 +14,12 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from tests.chaos.clock import Clock
-from tests.chaos.cluster import Cluster
-from tests.chaos.damage import damaged
-from tests.chaos.disk import Disk
 from tests.chaos.faults import Fault
-from tests.chaos.network import Relay
+from tests.chaos.machine import Clock, Disk, damaged
+from tests.chaos.network import Cluster, Relay
 from tests.chaos.scenarios import Scenario
 from tests.chaos.task import CONDUCT
-from tests.integration.main_job import SHARED_MEMORY, Run
+from tests.integration.main_job import OF_REPLAYS, SHARED_MEMORY, Metrics, Run, steps_of, untimed
 from tests.integration.processes import command_line
 
 HANG_S = 180.0  # longer than all deadlines that come one after the other in a scenario, on a busy machine
@@ -59,7 +57,7 @@ class Row:
 
 
 class Trial:
-    """A run of a scenario; a `Victim` of faults. `rows` has the faults so far."""
+    """A run of a scenario. `rows` has the faults so far; `conduct` tells its reward and environment what to do."""
 
     def __init__(self, scenario: Scenario, output: Path, name: str, random: Random, disk: Disk | None) -> None:
         self.scenario, self.output, self.name, self.random = scenario, output, name, random
@@ -297,3 +295,35 @@ def _clock(directory: Path) -> Clock | None:
         return Clock(directory)
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+WEIGHTS = "final_model/model.safetensors"
+
+
+def differences(scenario: Scenario, truth: Path | None, found: Path) -> list[str]:
+    """Returns what differs between the directories of an undisturbed run and of a disturbed one that reached its end.
+
+    `truth` is None for a scenario that is not `exact`.
+    """
+    ours = untimed(steps_of(found))
+    steps, expected = [int(line["step"]) for line in ours], list(range(1, scenario.steps + 1))
+    if steps != expected:
+        missing, more = sorted(set(expected) - set(steps)), [step for step in set(steps) if steps.count(step) > 1]
+        return [f"steps {missing} are missing, {more} are there more than once"]
+    if truth is not None:
+        return _exact(ours, untimed(steps_of(truth)), truth, found)
+    losses = [line["loss"] for line in ours if "loss" in line]
+    return [] if all(loss is not None and math.isfinite(loss) for loss in losses) else ["a loss is not finite"]
+
+
+def _exact(ours: list[Metrics], theirs: list[Metrics], truth: Path, found: Path) -> list[str]:
+    wrong = []
+    for one, other in zip(ours, theirs, strict=True):
+        keys = [key for key in {**one, **other} if key not in OF_REPLAYS and one.get(key) != other.get(key)]
+        if keys:
+            shown = {key: (one.get(key), other.get(key)) for key in keys[:4]}
+            wrong.append(f"step {one['step']}, first metrics that differ (disturbed, undisturbed): {shown}")
+            break
+    if (found / WEIGHTS).read_bytes() != (truth / WEIGHTS).read_bytes():
+        wrong.append("the final weights differ")
+    return wrong

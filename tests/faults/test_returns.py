@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.dying import PLACES
-from tests.faults.killing import DEATH_AT, measure
+from tests.faults.killing import DEATH_AT, PLACES, measure
 from tests.integration.main_job import GRPO, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

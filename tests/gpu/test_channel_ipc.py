@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 
 from tests.channel_cases import Kind, mapped_refit, run_case
-from tests.channel_suite import ChannelSuite
+from tests.integration.test_channel_gloo import ChannelSuite
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 

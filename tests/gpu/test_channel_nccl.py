@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.channel_cases import Kind, Place, run_case
-from tests.channel_suite import ChannelSuite
+from tests.integration.test_channel_gloo import ChannelSuite
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 

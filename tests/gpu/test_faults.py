@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.faults.dying import PLACES
-from tests.faults.killing import DEATH_AT, Fault, measure
+from tests.faults.killing import DEATH_AT, PLACES, Fault, measure
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = pytest.mark.timeout(600)

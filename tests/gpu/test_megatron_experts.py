@@ -9,10 +9,9 @@ from torch import Tensor
 
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
-from tests.integration.test_megatron_experts import assert_joined
+from tests.integration.test_megatron_state import assert_joined
 from tests.integration.train_cases import UNCLIPPED, WAYS, plain_torch
-from tests.integration.train_workers import TestedMegatronWorker, gradients_alone
-from tests.single_worker import single_worker
+from tests.integration.train_workers import TestedMegatronWorker, gradients_alone, single_worker
 from tests.unit.workers.test_megatron_experts import dispatched, inputs_of, looped, make_experts, relative, routed, run
 
 pytest.importorskip("megatron.core")

@@ -15,8 +15,7 @@ from tests.gpu.test_megatron_nccl import check_abort
 from tests.integration import megatron_reference as reference
 from tests.integration.train_cases import UNCLIPPED, Case, megatron, plain_torch, run_case, train
 from tests.integration.train_pool import WorkerPool
-from tests.integration.train_workers import TestedMegatronWorker
-from tests.single_worker import single_worker
+from tests.integration.train_workers import TestedMegatronWorker, single_worker
 
 pytest.importorskip("megatron.core")
 GRAPHS = {"cuda_graphs": True}

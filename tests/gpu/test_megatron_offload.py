@@ -15,7 +15,7 @@ from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.train import checkpoint
 from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.offload import StatePart
-from tests.single_worker import single_worker, train_batch
+from tests.integration.train_workers import single_worker, train_batch
 
 pytest.importorskip("megatron.core")
 

@@ -12,8 +12,7 @@ from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_log
 from dagrl.workers.train.microbatches import upload
 from tests.integration import megatron_reference as reference
 from tests.integration.train_cases import WAYS, plain_group, plain_torch, run_alone, run_group_alone
-from tests.integration.train_workers import TestedMegatronWorker
-from tests.single_worker import single_worker
+from tests.integration.train_workers import TestedMegatronWorker, single_worker
 
 pytest.importorskip("megatron.core")
 

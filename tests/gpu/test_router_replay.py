@@ -22,10 +22,9 @@ from tests.integration.test_train_routing import (
     recorded_batch,
 )
 from tests.integration.train_cases import PACKED, UNCLIPPED
-from tests.integration.train_workers import TestedMegatronWorker, gradients_alone
+from tests.integration.train_workers import TestedMegatronWorker, gradients_alone, single_worker
 from tests.integration.vllm_models import make_checkpoint
 from tests.integration.vllm_ranks import requests
-from tests.single_worker import single_worker
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")

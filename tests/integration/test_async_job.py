@@ -1,8 +1,9 @@
-"""Asynchronous GRPO with Megatron and vLLM: updates in flight, a stop with unfinished sequences, and a resume.
+"""Asynchronous GRPO with Megatron and vLLM: updates in flight, a stop with unfinished sequences, a resume, and an agent.
 
 Every policy version is exported; the truth of each token's log-probability is transformers on the version next to it.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -21,6 +22,8 @@ from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.engines import ReplayedRefit, WorkerEngines
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
 from dagrl.run.train import train
+from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+from tests.integration.agent_task import NOTES
 from tests.integration.main_job import GRPO, ROOT, steps_of
 from tests.integration.test_async_grpo import numbers_of, stop_after, untrained_groups
 from tests.integration.vllm_models import chosen, hf_logprobs
@@ -84,7 +87,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
     yield batches
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives generation one quantum during each step and each reward call, so that updates find unfinished sequences.
 
@@ -105,6 +108,7 @@ def configuration(tmp_path: Path, case: str, *more: str) -> Config:
     return load_config(ROOT / GRPO, overrides)
 
 
+@pytest.mark.usefixtures("half_way")
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_half_way_and_resumed(
     tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
@@ -145,3 +149,78 @@ def check_logprobs(tmp_path: Path, episode: Episode, *, all_versions: bool) -> N
         expected = chosen(logprobs, episode.tokens)
         own = torch.tensor([made == version for made in episode.versions])
         assert (torch.tensor(episode.logprobs).double() - expected)[own].abs().max() < 1e-4
+
+
+AGENT_STEPS, AGENT_AGE = 3, 1
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+AGENT = (
+    f"grpo.max_num_steps={AGENT_STEPS}",
+    "grpo.async_grpo.in_flight_weight_updates=true",
+    f"grpo.async_grpo.max_trajectory_age_steps={AGENT_AGE}",
+    "policy.generation.forced_lengths=null",
+    "policy.generation.max_new_tokens=10",
+    "policy.generation.vllm_cfg.max_num_seqs=8",
+    "environment.agent=tests.integration.agent_task:adds_twice",
+    "environment.max_conversations=2",
+    "reward={function: null, weights: {sevens: 1.0, asked: 0.5}}",
+)
+
+
+def test_trained_tokens_are_those_that_the_agent_got(
+    tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    pytest.importorskip("openai")
+    monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
+    overrides = [
+        *OVERRIDES,
+        *AGENT,
+        f"policy.tokenizer.chat_template={json.dumps(TEMPLATE)}",
+        f"output_dir={tmp_path}",
+        "name=agents",
+    ]
+    config = load_config(ROOT / GRPO, overrides)
+    train(config)
+    assert sorted(numbers_of(trained)) == list(range(AGENT_STEPS * PROMPTS))
+    notes = {(note := json.loads(line))["seed"]: note["answers"] for line in (tmp_path / "notes").open()}
+    seen = set[int]()
+    for version, batch in enumerate(trained):
+        for sample in (sample for group in batch for sample in group.samples):
+            answers = notes[sample.completion.seed]
+            longer, shorter = sample.rows
+            check_row(longer, answers[:3])
+            check_row(shorter, answers[3:])
+            made = {made for row in sample.rows for made in row.versions}
+            assert version - AGENT_AGE <= min(made) and max(made) <= version
+            seen |= made
+            assert sample.completion.reward_parts["sevens"] == sum(item["text"].count("7") for item in answers)
+    assert len(seen) > 1, "weights changed while agents ran"
+    for line, batch in zip(steps_of(config), trained, strict=True):
+        assert line["reward/parts/asked"] == 1.0 and line["environment/failures"] == 0
+        assert (line["environment/conversations"], line["environment/untrained_tokens"]) == (2.0, 0.0)
+        rewards = [value for group in batch for value in group.rewards.values]
+        expected = [0.5 + sample.completion.reward_parts["sevens"] for group in batch for sample in group.samples]
+        assert rewards == expected
+        for row in read_rollouts(rollout_files(Path(config.output_dir) / config.name / "rollouts")[line["step"]]):
+            (shorter_row,) = row["conversations"]
+            assert shorter_row["trained"] and len(shorter_row["train_logprobs"]) == len(shorter_row["tokens"])
+            assert shorter_row["prompt"] == "2+2="
+        learned = sum(sum(row.sampled) for group in batch for sample in group.samples for row in sample.rows)
+        assert line["valid_tokens"] == learned
+
+
+def check_row(row: Episode, answers: list[dict[str, Any]]) -> None:
+    """Checks that the tokens in the loss are those of the answers, each in the context that it was given."""
+    whole = [*row.prompt.tokens.tolist(), *row.tokens]
+    sampled = [place for place, in_loss in enumerate(row.sampled) if in_loss]
+    assert [row.tokens[place] for place in sampled] == [token for item in answers for token in item["tokens"]]
+    assert [row.logprobs[place] for place in sampled] == [logprob for item in answers for logprob in item["logprobs"]]
+    assert sorted({row.versions[place] for place in sampled}) == sorted({v for item in answers for v in item["versions"]})
+    done = 0
+    for item in answers:
+        begin = len(row.prompt) + sampled[done]
+        assert item["prompt"] == whole[:begin]
+        done += len(item["tokens"])

@@ -21,8 +21,7 @@ from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.test_train_routing import recorded_batch
 from tests.integration.train_cases import UNCLIPPED
-from tests.integration.train_workers import TestedMegatronWorker
-from tests.single_worker import single_worker
+from tests.integration.train_workers import TestedMegatronWorker, single_worker
 
 pytest.importorskip("megatron.core")
 

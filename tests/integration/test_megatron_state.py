@@ -1,21 +1,36 @@
-"""State of a Megatron worker: optimizer steps, warm-ups that change nothing, aborts and failed starts."""
+"""State of a Megatron worker: steps, warm-ups that change nothing, aborts, failed starts; experts, and refits from it."""
 
+import gc
 import shutil
+import subprocess
+import sys
+import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.refit import RefitPlan, RefitReceiver, plan_refit
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
+from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.test_train_checkpoint import DP2, assert_same_states
 from tests.integration.train_cases import UNCLIPPED, Case, each, gradients_of, logprobs, megatron, plain_torch, train
 from tests.integration.train_pool import Group, WorkerError, WorkerPool
+from tests.integration.train_workers import TestedMegatronWorker, single_worker
+from tests.integration.vllm_models import whole_model
+from tests.unit.workers.test_megatron_architecture import REAL_CASES
 
 TP2 = megatron("qwen3", tp=2)
 
@@ -199,3 +214,124 @@ def test_a_train_worker_whose_peers_were_missing_joins_them_later(pool: WorkerPo
         Group(pool.connections[:1], layout).call("new", place, config, address, "megatron policy")
     with pool.group(layout, config, timeout_s=20.0) as group:
         assert group.call("logprobs", reference.make_batch())[0] is not None
+
+
+def assert_joined(worker: TestedMegatronWorker) -> None:
+    """Checks that weights and gradients of a layer's experts are views of one tensor, as the grouped product needs."""
+    from dagrl.workers.megatron.experts import GroupedExperts, joined
+
+    for layer in worker.modules(GroupedExperts):
+        for kind in ("linear_fc1", "linear_fc2"):
+            weights = [getattr(expert, kind).weight for expert in layer.local_experts]
+            assert joined(weights) is not None and joined([weight.main_grad for weight in weights]) is not None
+
+
+def test_a_worker_keeps_no_memory_after_shutdown(tiny_models: dict[str, Path]) -> None:
+    """The process may serve another model next."""
+    pytest.importorskip("megatron.core")
+    with single_worker(reference.make_config(tiny_models["qwen3_moe"]), TestedMegatronWorker) as made:
+        assert_joined(made)
+        made.train_step(reference.make_batch(), "likelihood")
+        trainer = made.trainer
+        held = [*trainer.model.parameters().values(), *trainer.state("gradients"), *trainer.state("optimizer")]
+        alive = [weakref.ref(tensor) for tensor in held]
+        del trainer, held
+    gc.collect()
+    assert not [reference for reference in alive if reference() is not None]
+
+
+WITHOUT_COLLECTIONS = "import gc, runpy, sys; gc.disable(); runpy.run_module(sys.argv[1], run_name='__main__')"
+
+
+def test_names_shapes_and_elements_match_megatron_core() -> None:
+    """All ranks of several layouts, built one after the other in one process over torch's fake process group."""
+    pytest.importorskip("megatron.core")
+    command = [sys.executable, "-c", WITHOUT_COLLECTIONS, "tests.unit.workers.megatron_shapes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("agrees") == len(REAL_CASES)
+
+
+WIDE = 80  # 8 rows with 94 tokens: 85 % padding
+
+
+def run(group: Group, batch: Batch) -> tuple[dict[str, float], dict[str, Any], Any, Any]:
+    """Returns metrics and gradients of a step without update, log-probabilities, and the tokens of each expert."""
+    (scored,), (counts,) = group.call("logprobs", batch), group.call("tokens_of_experts", batch)
+    metrics = merge_step_metrics(group.call("train_step", batch, "likelihood", warmup="whole")).flat()
+    return metrics, gradients_of(group), scored["logprobs"], counts
+
+
+@each([megatron("qwen3_many_experts"), megatron("mixtral", slow=True)])
+def test_padding_adds_nothing_and_is_spread_over_the_experts(case: Case, pool: WorkerPool) -> None:
+    """Compares with the same rows one by one, each at its own width."""
+    batch = reference.make_batch()
+    alone = [batch.select([row]) for row in range(reference.ROWS)]
+    with case.group(pool, optimizer=UNCLIPPED) as group:
+        found, gradients, logprobs, counts = run(group, reference.padded(batch, Bucket(reference.ROWS, WIDE)))
+        tight = [run(group, reference.padded(row, Bucket(1, int(row["lengths"][0])))) for row in alone]
+    assert found["microbatch_padding_share"] > 0.8
+    assert {metrics["microbatch_padding_share"] for metrics, *_ in tight} == {0.0}
+    assert found["loss"] == pytest.approx(sum(metrics["loss"] for metrics, *_ in tight), abs=1e-5)
+    reference.assert_gradients(gradients, {name: sum(part[name] for _, part, *_ in tight) for name in gradients}, 1e-4)
+    for row, (_, _, expected, _) in enumerate(tight):
+        length = expected.shape[1]
+        np.testing.assert_allclose(logprobs[row, :length], expected[0], atol=1e-4, rtol=0)
+        assert not logprobs[row, length:].any()
+    own = sum(part for *_, part in tight)
+    for padded, exact in zip(counts / counts.sum(1, keepdims=True), own / own.sum(1, keepdims=True), strict=True):
+        assert padded.max() < 1.25 * exact.max()
+
+
+@each([megatron("qwen3_tied", tp=2, pp=2), megatron("qwen3_moe", dp=2, ep=2)])
+def test_weights_after_each_step_arrive(case: Case, pool: WorkerPool) -> None:
+    batch = reference.make_batch()
+    with case.group(pool) as group:
+        weights = reference.assemble(group.call("weights"))
+        received = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
+        plan = plan_refit(group.call("weight_slices"), [whole_model(received)], dtype="float32")
+        with receiving(group, plan, received) as receive:
+            group.call("snapshot_reference")
+            for version in (1, 2):
+                train(group, batch)
+                logprobs(group, batch, "reference")  # temporarily points the parameters elsewhere
+                reports = receive(version)
+                assert sum(report.bytes_sent for report in reports) == 4 * sum(one.numel() for one in received.values())
+                for name, expected in reference.assemble(group.call("weights")).items():
+                    np.testing.assert_array_equal(received[name].numpy(), expected, err_msg=name)
+        if case.model == "qwen3_moe":
+            check_aborts(group, batch)
+
+
+@contextmanager
+def receiving(group: Group, plan: RefitPlan, received: dict[str, torch.Tensor]) -> Iterator[Callable[[int], Any]]:
+    """Connects a group to a receiver in this process. Gives a function that runs the refit of a version."""
+    size, address = plan.size, f"127.0.0.1:{reserve_port()}"
+    specs = [ChannelSpec("gloo", address, rank, size, 30.0) for rank in range(size)]
+    for rank in range(size - 1):
+        group.start(rank, "prepare_refit", plan.for_rank(rank), specs[rank])
+    channel = open_channel(specs[-1])
+    for rank in range(size - 1):
+        group.finish(rank)
+    receiver = RefitReceiver(plan.for_rank(size - 1), received, channel)
+
+    def receive(version: int) -> Any:
+        thread = threading.Thread(target=receiver.receive, args=(version,))
+        thread.start()
+        reports = group.call("send_weights", version)
+        thread.join(30)
+        return reports
+
+    yield receive
+    channel.close()
+
+
+def check_aborts(group: Group, batch: Batch) -> None:
+    """Checks that an abort after a failed refit does not affect training, and that a later one does."""
+    with pytest.raises(WorkerError, match="ChannelError"):
+        group.call("send_weights", 3)
+    group.call("abort")
+    train(group, batch)
+    group.call("abort")
+    with pytest.raises(WorkerError, match="was aborted; restart the group"):
+        train(group, batch)

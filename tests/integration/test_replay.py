@@ -1,7 +1,11 @@
-"""One suite over every executor and engine, with fake workers: results, order, limits and failures."""
+"""One suite over every executor and engine, with fake workers: results, order, limits, transports, failures; no growth."""
 
+import dataclasses
+import gc
+import logging
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,18 +14,20 @@ import pytest
 import ray
 import torch
 
-from dagrl.errors import ConfigError, DeadlineError, PhaseError, WorkerError
+from dagrl.bench.worker import BenchWorker
+from dagrl.errors import ConfigError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.run.local_cluster import cluster_processes
 from dagrl.runtime.actors import Resources
+from dagrl.runtime.executors.node import TRACE_CAPACITY, drain_runs, state_of
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Shard, join, phase
+from dagrl.runtime.phase import Phase, Shard, join, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
 from tests.integration.processes import processor_seconds
-from tests.integration.schedules import group_of
+from tests.integration.schedules import actors_of, compiled, group_of
 from tests.unit.runtime.doubles import Unreadable
 
 TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
@@ -271,3 +277,144 @@ def test_an_error_of_a_constructor_is_reported(cluster: None) -> None:
 def test_a_worker_that_ray_cannot_place_is_an_error_with_what_is_missing(cluster: None) -> None:
     with pytest.raises(DeadlineError, match=r"train worker 0 .*start_s = 1 s.*Ray has 0 of the cluster's 0 GPUs free"):
         WorkerGroup.create("train", FakeWorker, ParallelLayout(), None, resources=Resources(num_gpus=1), start_timeout_s=1.0)
+
+
+@phase
+def over_nccl(train: Shard, value):
+    first, second = train.stages()
+    return second.map("add_one", first.map("add_one", value).via("nccl"))
+
+
+@phase
+def to_itself(train: Shard, value):
+    first = train[0].map("add_one", value).via("nccl")
+    return train[0].map("add_one", first)
+
+
+@phase
+def one(train: Shard, value):
+    return train.map("add_one", value)
+
+
+@phase
+def another(train: Shard, value):
+    return train.map("add_one", value)
+
+
+@pytest.fixture(scope="module")
+def stages(cluster: None) -> Iterator[WorkerGroup]:
+    with group_of(FakeWorker, pp=2) as group:
+        group.role = dataclasses.replace(group.role, transports=frozenset({"shm", "nccl"}))
+        yield group
+
+
+def test_an_edge_over_nccl_needs_gpus(stages: WorkerGroup) -> None:
+    with pytest.raises(RunError, match=r"'over_nccl' could not be compiled: .*accelerator"):
+        with compiled(stages, {over_nccl: 0}):
+            pass
+
+
+def test_without_gpus_the_phase_runs_eagerly(stages: WorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dagrl"), compiled(stages, {over_nccl: 0}, fallback="eager") as scheduler:
+        assert "runs eagerly" in caplog.text
+        assert scheduler.replay(over_nccl, 40).result() == (42,)
+
+
+def test_a_worker_passes_results_to_itself_without_a_transport(stages: WorkerGroup) -> None:
+    with compiled(stages, {to_itself: 0}) as scheduler:
+        assert scheduler.replay(to_itself, 40).result() == (42,)
+
+
+def test_an_actor_without_a_second_thread_for_rays_engine_is_an_error_that_says_how_to_make_it(cluster: None) -> None:
+    with (
+        actors_of(FakeWorker, [(None, None)]) as actors,
+        compiled(WorkerGroup.from_actors(actors, ParallelLayout()), {}, warm=False, engine="ray") as scheduler,
+    ):
+        scheduler.add(one, warmup_value=0)
+        scheduler.options = dataclasses.replace(scheduler.options, compile_s=3.0)  # of what cannot be compiled alone
+        scheduler.add(another, warmup_value=0)
+        with pytest.raises(RunError, match=r"'another' could not be compiled: .* concurrency_groups"):
+            scheduler.compile()
+        assert scheduler.replay(one, 40).result() == (41,)
+
+
+WARMUP, REPLAYS = 300, 2000
+OBJECTS, BYTES = REPLAYS // 10, 16 * REPLAYS
+"""Limits of growth: one object per ten replays, and 16 bytes per replay, less than the smallest object."""
+
+
+@phase
+def every_worker(train: Shard, value):
+    """Sends the input to every worker and every result to the driver."""
+    return train.map("step", value)
+
+
+@phase(inputs=TOKENS)
+def rows(train: Shard, batch):
+    return train[1].map("echo", train[0].map("echo", batch))
+
+
+BATCH = Batch({"tokens": np.ones((3, 5), np.int64), "lengths": np.array([5, 2, 4], np.int64)}, {})
+
+
+@pytest.fixture(scope="module")
+def benched(cluster: None) -> Iterator[WorkerGroup]:
+    with actors_of(BenchWorker) as actors:
+        yield WorkerGroup.from_actors(actors, ParallelLayout(tp=2))
+
+
+def count(worker: BenchWorker | None = None) -> tuple[int, int]:
+    """Returns the objects the garbage collector tracks and the bytes Python has allocated since the first call."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    if worker is not None:
+        drain_runs(worker, "train")  # type: ignore[arg-type]  # the trace; a driver drains it in every step
+    gc.collect()
+    return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+
+
+def remembered(worker: BenchWorker) -> tuple[int, int | None]:
+    runs = state_of(worker).members["train"].runs  # type: ignore[arg-type]
+    return len(runs), runs.maxlen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["compiled", "eager"])
+@pytest.mark.parametrize(("which", "value"), [(every_worker, b"x"), (rows, BATCH)], ids=["bytes", "batches"])
+def test_nothing_grows_with_the_number_of_replays(executor: str, which: Phase, value: object, benched: WorkerGroup) -> None:
+    options = SchedulerOptions(executor=executor, fallback="error")  # type: ignore[arg-type]
+    with Scheduler([benched], options) as scheduler:
+        scheduler.add(which, buckets=[Bucket(4, 8)] if which is rows else (), warmup_value=b"x")
+        scheduler.compile()
+        scheduler.warmup()
+        try:
+            before = _after(WARMUP, lambda: scheduler.replay(which, value).result(), benched)
+            after = _after(REPLAYS, lambda: scheduler.replay(which, value).result(), benched)
+            runs = benched.call_function(remembered)
+        finally:
+            tracemalloc.stop()
+    for place, (then, now) in enumerate(zip(before, after, strict=True)):
+        who = f"worker {place - 1}" if place else "the driver"
+        assert now[0] - then[0] < OBJECTS, f"{who}: {now[0] - then[0]} more objects after {REPLAYS} replays"
+        assert now[1] - then[1] < BYTES, f"{who}: {now[1] - then[1]} more bytes after {REPLAYS} replays"
+    assert all(length == 0 and most == TRACE_CAPACITY for length, most in runs)
+
+
+def _after(replays: int, replay: Callable[[], object], benched: WorkerGroup) -> list[tuple[int, int]]:
+    """Returns the counts of the driver and of each worker after some replays."""
+    if not tracemalloc.is_tracing():
+        count()
+        benched.call_function(count)
+    for _ in range(replays):
+        replay()
+    return [count(), *benched.call_function(count)]
+
+
+def test_ray_keeps_no_reports_of_calls(benched: WorkerGroup) -> None:
+    """GCS would keep the last 100,000."""
+    from ray._private.state import state
+
+    for _ in range(5):
+        benched.call("pid")
+    time.sleep(1.5)  # Ray reports once a second
+    assert state._connect_and_get_accessor().get_task_events() == []

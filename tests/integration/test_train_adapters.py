@@ -16,7 +16,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.train.hf_load import read_hf_config
 from tests.integration import megatron_reference as reference
-from tests.integration.test_megatron_refit import receiving
+from tests.integration.test_megatron_state import receiving
 from tests.integration.train_cases import UNCLIPPED, Case, each, fsdp, logprobs, megatron, train
 from tests.integration.train_pool import WorkerError, WorkerPool
 from tests.integration.vllm_models import whole_model

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dagrl.config import EnvironmentConfig
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.rl.generation import RequestOptions, options_text
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.store import reserve_port
@@ -18,6 +19,17 @@ from tests.integration.vllm_ranks import Ranks, call, requests
 from tests.unit.rl.test_environment import CHARACTERS
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+
+
+def test_a_gpu_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from dagrl.workers.vllm import features
+
+    features.require_batch_invariance()  # nothing to require of a CPU
+    found = {"is_available": lambda: True, "get_device_capability": lambda: (8, 0), "get_device_name": lambda: "A100"}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**found))
+    with pytest.raises(ConfigError, match=r"policy\.deterministic is true.*9\.0; A100 has compute capability 8\.0"):
+        features.require_batch_invariance()
 
 
 @pytest.fixture(scope="module")

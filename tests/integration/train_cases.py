@@ -18,8 +18,7 @@ from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.train_pool import Group, WorkerPool
-from tests.integration.train_workers import TestedMegatronWorker, gradients_alone
-from tests.single_worker import single_worker
+from tests.integration.train_workers import TestedMegatronWorker, gradients_alone, single_worker
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}}
 UNCLIPPED = {"clip_grad": 1e3}  # clipped gradients would not show that they are too large by a factor

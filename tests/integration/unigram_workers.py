@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from dagrl.channels import open_channel
 from dagrl.config import Config
+from dagrl.refit import RefitReceiver, RefitSender
 from dagrl.refit.slices import WeightSlice
+from dagrl.rl.algorithm import algorithm_for
 from dagrl.rl.generation import (
     FinishedRequest,
     Generated,
@@ -22,6 +27,7 @@ from dagrl.rl.generation import (
     quantum_seconds,
     quantum_steps,
 )
+from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.telemetry.metrics import ENTROPY, StepMetrics, merge_step_metrics
@@ -40,8 +46,6 @@ class UnigramWorker:
         self.context, self.config = context, config
 
     def setup(self, address: str) -> None:
-        import torch
-
         torch.set_num_threads(1)
         self.logits = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float32)
         self.held = {"weights", "kv_cache"} if self.context.role == "generation" else {"weights", "gradients", "optimizer"}
@@ -59,9 +63,6 @@ class UnigramWorker:
         return [WeightSlice("logits", ((0, SIZE),), "logits", ((0, SIZE),))]
 
     def prepare_refit(self, plan: Any, channel: Any) -> None:
-        from dagrl.channels import open_channel
-        from dagrl.refit import RefitReceiver, RefitSender
-
         end = RefitSender if self.context.role == "train" else RefitReceiver
         self.end = end(plan, {"logits": self.logits}, open_channel(channel))
 
@@ -82,39 +83,53 @@ class UnigramState(UnigramWorker):
     def device_memory(self) -> None:
         """It has no GPU."""
 
+    def merge_rows(self, parts: list[Batch]) -> Batch:
+        (part,) = parts
+        return part
 
-class UnigramTrainer(UnigramState):
-    """One optimizer step is one step of plain gradient descent on `dagrl.rl.losses`."""
 
-    parts: list[tuple[Any, StepMetrics]] = []  # replaced, never changed
+class UnigramLearner(UnigramState):
+    """One optimizer step is one step of plain gradient descent on `dagrl.rl.losses`. `saved`: what checkpoints have."""
 
+    saved: dict[str, Tensor]
+
+    def counts(self, batch: Batch) -> Denominators:
+        """Returns those of a step, for which it needs all of its state."""
+        self.need("weights", "gradients", "optimizer")
+        return Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
+
+    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
+        return merge_step_metrics(parts)
+
+    def save_checkpoint(self, directory: str) -> None:
+        self.need("weights", "optimizer")
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        torch.save(self.saved, Path(directory) / "tensors.pt")
+
+    def load_checkpoint(self, directory: str) -> None:
+        self.need("weights", "optimizer")
+        for name, tensor in torch.load(Path(directory) / "tensors.pt").items():
+            self.saved[name].copy_(tensor)
+
+
+class UnigramTrainer(UnigramLearner):
     def setup(self, address: str) -> None:
         super().setup(address)
         self.kept, self.reference = KeptLogprobs(), self.logits.clone()
+        self.saved = {"logits": self.logits, "reference": self.reference}
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        from dagrl.rl.losses import Denominators
-
-        self.need("weights", "gradients", "optimizer")
-        counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
-        gradient, metrics = self._gradient(batch, loss, counts)
+        gradient, metrics = self._gradient(batch, loss, self.counts(batch))
         time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
         if not in_warmup():
             self.logits -= self.config.policy.optimizer.lr * gradient
         return metrics
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
-        from dagrl.rl.losses import Denominators
-
         valid = float(batch["loss_mask"].sum())
         return self._gradient(batch, loss, Denominators(valid, float(np.count_nonzero(batch["lengths"]))))[1]
 
-    def _gradient(self, batch: Batch, loss: str, counts: Any) -> tuple[Any, StepMetrics]:
-        import torch
-
-        from dagrl.rl.algorithm import algorithm_for
-        from dagrl.rl.losses import batch_loss
-
+    def _gradient(self, batch: Batch, loss: str, counts: Denominators) -> tuple[Any, StepMetrics]:
         algorithm = algorithm_for(loss, self.config)
         batch = self.kept.join(batch, algorithm.columns, required=not in_warmup())
         data = {name: torch.tensor(array if array.ndim == 2 else array[:, None]) for name, array in batch.fields.items()}
@@ -127,23 +142,17 @@ class UnigramTrainer(UnigramState):
             sums[ENTROPY] = float((data["entropy"] * data["loss_mask"]).sum() / counts.tokens)
         return leaf.grad, StepMetrics(sums)
 
-    def answer_sums(self, batch: Batch, model: str) -> Batch:
-        import torch
-
+    def _table(self, model: str) -> Any:
         self.need("weights")
-        table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).double().numpy()
+        return torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
+
+    def answer_sums(self, batch: Batch, model: str) -> Batch:
+        table = self._table(model).astype(np.float64)
         sums = (table[np.array(batch["tokens"]) % SIZE] * batch["loss_mask"]).sum(axis=1)
         return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
 
-    def merge_rows(self, parts: list[Batch]) -> Batch:
-        (part,) = parts
-        return part
-
     def keep_logprobs(self, batch: Batch, model: str) -> None:
-        import torch
-
-        self.need("weights")
-        table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
+        table = self._table(model)
         values = table[np.array(batch["tokens"]) % SIZE]
         entropy = np.full_like(values, -(np.exp(table) * table).sum())
         if in_warmup():
@@ -153,9 +162,6 @@ class UnigramTrainer(UnigramState):
         else:
             self.kept.keep(batch, reference_logprobs=values)
 
-    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
-        return merge_step_metrics(parts)
-
     def keep_columns(self, batch: Batch) -> None:
         if not in_warmup():
             self.kept.keep(batch, **{name: field for name, field in batch.fields.items() if field.ndim == 2})
@@ -164,7 +170,7 @@ class UnigramTrainer(UnigramState):
         return self.kept.columns()
 
     def snapshot_reference(self) -> None:
-        self.reference = self.logits.clone()
+        self.reference.copy_(self.logits)
 
     def reset_optimizer(self) -> None:
         pass
@@ -173,73 +179,30 @@ class UnigramTrainer(UnigramState):
         self.need("weights")
         return self.end.send(version)
 
-    def save_checkpoint(self, directory: str) -> None:
-        self.need("weights", "optimizer")
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        content = {"logits": self.logits.tolist(), "reference": self.reference.tolist()}
-        (Path(directory) / "logits.json").write_text(json.dumps(content))
 
-    def load_checkpoint(self, directory: str) -> None:
-        import torch
-
-        self.need("weights", "optimizer")
-
-        content = json.loads((Path(directory) / "logits.json").read_text())
-        self.logits.copy_(torch.tensor(content["logits"]))
-        self.reference = torch.tensor(content["reference"])
-
-
-class UnigramCritic(UnigramState):
-    """The value of a state depends on its last token alone: `values` [SIZE], learned by plain gradient descent."""
+class UnigramCritic(UnigramLearner):
+    """The value of a state depends on its last token alone: `values` [SIZE]."""
 
     def setup(self, address: str) -> None:
-        import torch
-
         super().setup(address)
         self.table = torch.zeros(SIZE)
+        self.saved = {"values": self.table}
 
     def values(self, batch: Batch) -> Batch:
         self.need("weights")
         return Batch({"lengths": batch["lengths"], "values": self._values(self.table, batch).numpy()}, batch.scalars)
 
-    def _values(self, table: Any, batch: Batch) -> Any:
-        import torch
-
-        before = torch.tensor(np.pad(batch["tokens"][:, :-1], ((0, 0), (1, 0)))) % SIZE
-        return table[before]
-
-    def merge_rows(self, parts: list[Batch]) -> Batch:
-        return parts[0]
+    def _values(self, table: Tensor, batch: Batch) -> Tensor:
+        return table[torch.tensor(np.pad(batch["tokens"][:, :-1], ((0, 0), (1, 0)))) % SIZE]
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        import torch
-
-        from dagrl.rl.algorithm import algorithm_for
-        from dagrl.rl.losses import Denominators, batch_loss
-
-        self.need("weights", "gradients", "optimizer")
-        counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
         data = {name: torch.tensor(array) for name, array in batch.fields.items()}
         leaf = self.table.clone().requires_grad_()
-        output = batch_loss(algorithm_for(loss, self.config), self._values(leaf, batch), data, counts)
+        output = batch_loss(algorithm_for(loss, self.config), self._values(leaf, batch), data, self.counts(batch))
         output.loss.backward()
         if not in_warmup():
             self.table -= self.config.policy.optimizer.lr * leaf.grad
         return StepMetrics({name: float(value) for name, value in output.sums.items()})
-
-    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
-        return merge_step_metrics(parts)
-
-    def save_checkpoint(self, directory: str) -> None:
-        self.need("weights", "optimizer")
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / "values.json").write_text(json.dumps(self.table.tolist()))
-
-    def load_checkpoint(self, directory: str) -> None:
-        import torch
-
-        self.need("weights", "optimizer")
-        self.table.copy_(torch.tensor(json.loads((Path(directory) / "values.json").read_text())))
 
 
 class UnigramTeacher(UnigramState):
@@ -250,14 +213,9 @@ class UnigramTeacher(UnigramState):
         self.logits[TAUGHT] = 3.0
 
     def logprobs(self, batch: Batch, column: str) -> Batch:
-        import torch
-
         self.need("weights")
         values = torch.log_softmax(self.logits, 0).numpy()[np.array(batch["tokens"]) % SIZE]
         return Batch({"lengths": batch["lengths"], column: values}, batch.scalars)
-
-    def merge_rows(self, parts: list[Batch]) -> Batch:
-        return parts[0]
 
 
 class UnigramGenerator(UnigramWorker):
@@ -294,7 +252,7 @@ class UnigramGenerator(UnigramWorker):
                 request, seed, limit = (int(batch[name][row]) for name in names)
                 self.running[request] = {"seed": seed, "limit": limit, "made": []}
         finished: list[FinishedRequest] = []
-        table = self._log_table()
+        table = torch.log_softmax(self.logits, 0).numpy().astype(np.float64)
         steps, step_s = 0, float(self.config.data.task_args.get("engine_step_s", 0.0))  # type: ignore[arg-type]
         started = time.perf_counter()
         while steps < quantum_steps(batch, self.context.coordinates.dp) and self.running:
@@ -307,11 +265,6 @@ class UnigramGenerator(UnigramWorker):
             if time.perf_counter() - started >= quantum_seconds(batch):
                 break
         return pack_generated(finished, map(RequestProgress, self.running), steps)
-
-    def _log_table(self) -> Any:
-        import torch
-
-        return torch.log_softmax(self.logits, 0).numpy().astype(np.float64)
 
     def _step(self, request: dict[str, Any], table: Any) -> str:
         drawn = np.random.default_rng((request["seed"], len(request["made"]))).random()

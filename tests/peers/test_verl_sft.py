@@ -1,10 +1,12 @@
-"""verl's SFT trainer, with one line changed, has the losses of the trainer as it is. Installing dagrl adds nothing else."""
+"""verl's SFT trainer with one line changed and its training steps have equal losses. Installing dagrl adds nothing more."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import ray
 import torch
 from hydra import compose, initialize_config_module
 from verl.trainer import sft_trainer_ray
+from verl.utils import tensordict_utils as tu
 
-from dagrl.bench.verl_steps import ENGINE
+from dagrl.bench.verl_steps import ENGINE, VOCABULARY, train, training_batch, training_group
 from dagrl.embed.verl import accelerate
 
 pytestmark = pytest.mark.usefixtures("verl_cluster")
@@ -102,3 +105,28 @@ def test_installing_dagrl_changes_nothing_of_verls() -> None:
     assert done.returncode == 0, done.stderr
     installed = [item["metadata"]["name"] for item in json.loads(done.stdout)["install"]]
     assert installed == ["dagrl"]
+
+
+def trained(group: Any) -> list[Any]:
+    """Loss and gradient norm of each step, and at the end the log-probabilities of one more batch."""
+    steps = [train(group, training_batch(step)) for step in range(STEPS)]
+    inferred = group.infer_batch(training_batch(STEPS)).get()
+    return [*steps, tu.get(inferred, "log_probs").values()]
+
+
+@pytest.fixture
+def two_groups(model: str) -> Iterator[list[Any]]:
+    groups = [training_group(model, WORKERS) for _ in range(2)]
+    yield groups
+    for group in groups:
+        for actor in group.workers:
+            ray.kill(actor)
+
+
+def test_training_steps_have_equal_losses(two_groups: list[Any]) -> None:
+    *theirs, their_logprobs = trained(two_groups[0])
+    *ours, our_logprobs = trained(accelerate(two_groups[1]))
+    assert ours == theirs
+    assert torch.equal(our_logprobs, their_logprobs)
+    assert abs(theirs[0][0] - math.log(VOCABULARY)) < 1.0  # a random model
+    assert len({loss for loss, _ in theirs}) == STEPS

@@ -1,27 +1,30 @@
 """Each recipe passes preflight on a simulated machine of its size; what the one without pretrained weights makes of data."""
 
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from dagrl.bench.models import SHAPES
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
 from dagrl.rl.rewards import RewardRunner, rewards_of
 from dagrl.run import derive
-from dagrl.run.model import write_random_model
+from dagrl.run.model import character_tokenizer, write_random_model
 from dagrl.run.preflight import Inputs, preflight
+from dagrl.workers.megatron.weights import parameter_shapes
 from recipes.from_scratch import gsm8k
 from recipes.from_scratch.gsm8k import write_rows
 from recipes.gemma3_270m.sampled import pairs
 from recipes.gemma3_270m.tasks import HELD_OUT, prepare
-from tests.hollow_models import write_hollow_checkpoint, write_hollow_model
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -240,3 +243,36 @@ def test_all_configurations_pass_all_checks(prepared: Path) -> None:
         inputs = preflight(load_config(ROOT / f"recipes/from_scratch/{recipe}.yaml"))
         assert {prompt.task for prompt in inputs.prompts} == {"one_left", "two_left"}
         assert inputs.config.policy.train_global_batch_size == samples, "one optimizer step for each batch"
+
+
+def write_hollow_model(directory: Path, name: str, *tokenizer: str) -> Path:
+    """Writes a model of `SHAPES`, with a tokenizer by the arguments of `character_tokenizer`."""
+    return write_hollow_checkpoint(directory, SHAPES[name].config, *tokenizer)
+
+
+def write_hollow_checkpoint(directory: Path, config: Mapping[str, Any], *tokenizer: str) -> Path:
+    """Writes `config.json`, a tokenizer, and headers of the weights: of a Qwen3 model, or of transformers' class."""
+    directory.mkdir(exist_ok=True)
+    character_tokenizer(*tokenizer).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    header: dict[str, Any] = {}
+    end = 0
+    for parameter, shape in _shapes(directory, config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[parameter] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return directory
+
+
+def _shapes(directory: Path, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    if str(config["model_type"]).startswith("qwen3"):
+        return parameter_shapes(config)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}  # a tied head is not one of them

@@ -32,7 +32,7 @@ from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.identity import WORKER, identity_of
-from tests.unit.run.saving import saving
+from tests.unit.run.test_checkpoints import saving
 
 MODEL: dict[str, Json] = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}

@@ -25,8 +25,8 @@ from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 from dagrl.workers.train.digest import digest
-from tests.unit.run.saving import saving
-from tests.unit.telemetry.run_directory import make_run
+from tests.unit.run.test_checkpoints import saving
+from tests.unit.telemetry.test_view import make_run
 
 F32 = BOUNDS["float32"]
 

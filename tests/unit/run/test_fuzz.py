@@ -16,7 +16,7 @@ from dagrl.data.examples import read_examples
 from dagrl.errors import CheckpointError, ConfigError, DataError
 from dagrl.run.checkpoint_store import FORMAT, MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.telemetry.record import prepare_run_directory
-from tests.unit.run.saving import saving
+from tests.unit.run.test_checkpoints import saving
 
 VALID = {"name": "fuzz", "algorithm": "sft", "policy": {}, "data": {}}
 FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=12)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dagrl.machine import DEV_SHM  # memory: each save waits for the disk several times
 from dagrl.rl.rollout.experience import TrajectoryBuffer
 from dagrl.run.checkpoint_store import MANIFEST, CheckpointStore, TrainState
-from tests.unit.run.saving import saving
+from tests.unit.run.test_checkpoints import saving
 
 HISTORIES = settings(deadline=None, max_examples=15, stateful_step_count=30)
 

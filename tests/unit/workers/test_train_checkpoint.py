@@ -34,7 +34,7 @@ from dagrl.workers.train.checkpoint import Piece, Saving, disk_error, load, rang
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
 from tests.families import FAMILIES
-from tests.unit.run.saving import full_disk
+from tests.unit.run.test_checkpoints import full_disk
 from tests.unit.workers.test_megatron_architecture import QWEN3 as LOADED
 
 WEIGHT = torch.arange(60.0).view(6, 10)
