@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay; at most `lr`."""
 
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay (AdamW) of matrices; norms and biases have none."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
