@@ -82,7 +82,19 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None:  # else its message would be lost
+            error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
+def discarding(directory: Path) -> Iterator[None]:
+    """Removes `directory` if the block raises."""
+    try:
+        with naming(directory):
+            yield
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
         raise
 
 

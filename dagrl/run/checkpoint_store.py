@@ -12,7 +12,7 @@
     store.recover()                                   # once, at the start
     latest = store.latest()                           # the verified newest checkpoint, or None
     directory = store.begin(state)
-    with store.discarding(directory):
+    with discarding(directory):
         ...                                           # write files into it
     store.publish(state, directory)
 
@@ -24,8 +24,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeVar
@@ -38,8 +37,8 @@ from dagrl.files import (
     OLD,
     PRIVATE,
     FileEntry,
+    discarding,
     fingerprint,
-    naming,
     remove_directory,
     replace_directory,
     sync_tree,
@@ -125,7 +124,7 @@ class CheckpointStore:
 
         `written` has files whose size and checksum are known, by their path in `directory`. The others are read.
         """
-        with self.discarding(directory):
+        with discarding(directory):
             write_whole(directory / STATE, json.dumps(asdict(state), indent=1))
             sync_tree(directory)
             paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
@@ -134,16 +133,6 @@ class CheckpointStore:
             write_whole(directory / MANIFEST, json.dumps(asdict(manifest), indent=1))
         replace_directory(directory, self._final(state))
         self._prune()
-
-    @contextmanager
-    def discarding(self, directory: Path) -> Iterator[None]:
-        """Removes `directory` if the block raises."""
-        try:
-            with naming(directory):
-                yield
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
 
     def _final(self, state: TrainState) -> Path:
         return self.root / f"step_{state.step:08d}"

@@ -14,7 +14,7 @@ from dagrl.config import Config, Json
 from dagrl.config.roles import GENERATION
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.files import FileEntry, verify_files
+from dagrl.files import FileEntry, discarding, verify_files
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore, TrainState, large_files
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline
@@ -94,7 +94,7 @@ class Checkpoints:
     def _write(self) -> None:
         """Writes all parts; with `async_save`, workers go on writing theirs."""
         directory, files = self.store.begin(self.state), dict[str, FileEntry]()
-        with self.store.discarding(directory):
+        with discarding(directory):
             for role in self.groups:
                 self._hold(role)
                 background = [True] if self.config.checkpointing.async_save else []
@@ -108,7 +108,7 @@ class Checkpoints:
         if self._pending is None:
             return
         (state, directory, files), self._pending = self._pending, None
-        with self.store.discarding(directory):
+        with discarding(directory):
             if self.config.checkpointing.async_save:
                 for role in self.groups:
                     files |= self._files(role, "finish_checkpoint")

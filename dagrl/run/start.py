@@ -134,6 +134,11 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         progress.stage("Preparing the run")
         resumes = config.checkpointing.resume and paths.config.exists()
         put_back = stack.enter_context(put_back_config(paths.config)) if resumes else ExitStack()
+        kept = config.checkpointing
+        limits = {"keep_top_k": kept.keep_top_k, "keep_last_k": kept.keep_last_k}
+        store = CheckpointStore(paths.checkpoints, **limits, higher_is_better=kept.higher_is_better)
+        if resumes:  # part of a checkpoint may have filled the disk
+            store.recover()
         prepare_run_directory(config, inputs.derived)
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
@@ -143,9 +148,6 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         media = MediaStore(paths.media, config.data.images)
         media.add(inputs.media)
         media.keep_fullest((row.tokens, row.media) for row in inputs.rows)
-        kept = config.checkpointing
-        limits = {"keep_top_k": kept.keep_top_k, "keep_last_k": kept.keep_last_k}
-        store = CheckpointStore(paths.checkpoints, **limits, higher_is_better=kept.higher_is_better)
         store.recover()
         resumed = store.latest() if kept.resume else None
         if resumed is not None and kept.enabled:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dagrl.errors import CheckpointError
-from dagrl.files import replace_directory
+from dagrl.files import discarding, replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
 from dagrl.runtime.process_groups import break_gloo_group
 from dagrl.workers.families.hf_config import DRAFT_LAYERS, SCORE, as_classifier
@@ -61,7 +61,7 @@ def export_hf(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=FILE_BYTES,
     )
-    with _broken_for_all(group, directory):
+    with _broken_for_all(group, directory), nullcontext() if rank else discarding(partial):
         run_on_all_ranks(group, _begin, target, partial, rank)
         for file, names in files.filename_to_tensors.items():
             file_parameters = [parameters[name] for name in names]

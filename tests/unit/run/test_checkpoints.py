@@ -18,7 +18,7 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.errors import CheckpointError, StopRequestedError
-from dagrl.files import FileEntry, replace_directory
+from dagrl.files import FileEntry, discarding, replace_directory
 from dagrl.run import checkpoint_store
 from dagrl.run.checkpoint_store import MANIFEST, SMALL_FILE_BYTES, CheckpointStore, TrainState, large_files
 from dagrl.run.checkpoints import Checkpoints, load_role
@@ -392,7 +392,7 @@ def test_a_copy_under_another_step_is_an_error(store: CheckpointStore) -> None:
 def saving(store: CheckpointStore, state: TrainState) -> Iterator[Path]:
     """Yields a directory for a checkpoint. Publishes it when the block ends; removes it if the block raises."""
     directory = store.begin(state)
-    with store.discarding(directory):
+    with discarding(directory):
         yield directory
     store.publish(state, directory)
 

@@ -1,5 +1,6 @@
 """A fleet places and starts groups in order and notices the end of Ray; restarts go on from the newest checkpoint."""
 
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -22,6 +23,7 @@ from dagrl.run.start import open_session
 from dagrl.run.stop import StopSignal, no_restart_after_stop
 from dagrl.run.train import run_with_restarts
 from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.record import RunPaths
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml"
 
@@ -265,6 +267,27 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
         run_with_restarts(run, configuration(max_restarts=2, output_dir=str(tmp_path)))
     assert read.call_count == 1
     assert [call.args[0].checkpointing.resume for call in prepare.call_args_list] == [False, True, True]
+
+
+def test_a_resumed_run_removes_part_of_a_checkpoint_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part may have filled the disk."""
+    config, left = configuration(output_dir=str(tmp_path), checkpointing={"resume": True}), list[bool]()
+    paths = RunPaths.of(config)
+    part = paths.checkpoints / "step_00000004.tmp" / "train"
+    part.mkdir(parents=True)
+    paths.config.touch()
+
+    def prepare(*_: object) -> None:
+        left.append(part.exists())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dagrl.run.start.preflight", lambda config, early: Inputs(config, {}, cast(Any, None), {}))
+    monkeypatch.setattr("dagrl.run.start.prepare_run_directory", prepare)
+    with pytest.raises(OSError, match="No space"), open_session(config, None, Fleet()):
+        pass
+    assert left == [False]
 
 
 DIED = errors.WorkerFailure("train", 0, "", "here", 1, "train_step", 0, "", "died", "", "")

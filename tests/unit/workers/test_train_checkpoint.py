@@ -436,6 +436,7 @@ def test_an_export_replaces_the_last(checkpoint: Checkpoint, tmp_path: Path, mon
         patched.setattr(hf_export, "_copy_companions", Mock(side_effect=OSError("the disk is full")))
         hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert not out.with_name("out.partial").exists()
 
     monkeypatch.setattr(hf_export, "FILE_BYTES", 1 << 40)
     hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
