@@ -203,7 +203,7 @@ def _load_module(name: str, path: str, key: str) -> Any:
         missing = error.name or name
         if missing == name or name.startswith(f"{missing}."):
             raise ConfigError(
-                f"{key}: there is no module {missing!r} (in {path!r}); check the name and PYTHONPATH"
+                f"{key}: there is no module {missing!r} (in {path!r}); check the name and PYTHONPATH, or install its package"
             ) from error
         raise MissingDependencyError(
             f"{key}: importing {name!r} needs {missing!r}, which is not installed; {_install(missing.partition('.')[0])}"

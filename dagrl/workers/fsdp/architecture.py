@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dagrl.config import Json, PolicyConfig
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, error_line
 from dagrl.run.model import auto_class
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 
@@ -19,7 +19,13 @@ def find_config(policy: PolicyConfig, hf_config: Mapping[str, Json], *, scalar: 
         content = PreTrainedConfig._decode_special_floats({**hf_config, **labels})  # infinity has a form of its own
         return CONFIG_MAPPING[kind].from_dict({key: value for key, value in content.items() if key != SCALAR_HEAD})
     if has_own_code(hf_config) and policy.model_name is not None and policy.fsdp_cfg.trust_remote_code:
-        return AutoConfig.from_pretrained(policy.model_name, trust_remote_code=True)
+        try:
+            return AutoConfig.from_pretrained(policy.model_name, trust_remote_code=True)
+        except OSError as error:
+            reason = error_line(error)
+            raise ConfigError(
+                f"cannot read the code of {policy.model_name}: {reason} Copy its Python files there"
+            ) from error
     if has_own_code(hf_config):
         raise ConfigError(
             f"model_type {kind!r} has its code in its directory; if you trust it, set policy.fsdp_cfg.trust_remote_code=true"

@@ -3,6 +3,7 @@
 Imported only where torch is.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.model import HiddenStates, Meshes, check_report, forget_meshes, shard_model, sharded_class
 from dagrl.workers.train.groups import destroy_groups
 from dagrl.workers.train.hf_load import check_stored, stored_parameters
+
+logger = logging.getLogger(__name__)
 
 
 def check_files(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> None:
@@ -71,6 +74,9 @@ def check_files(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> None:
         )
     if method is None:
         check_report(directory, report)
+    if (others := sorted(report["unexpected_keys"])) and method is None and not scalar:  # which has no vocabulary's head
+        text = "%s has %d parameters that the model of its config.json does not have, such as %r; they are not read"
+        logger.warning(text, directory, len(others), others[0])
 
 
 def build(kind: Any, config: Any, attention: str | None) -> Any:

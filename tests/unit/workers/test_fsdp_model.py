@@ -249,10 +249,15 @@ def test_a_checkpoint_has_all_parameters_under_names_that_transformers_reads(
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel_size": 4, "data_parallel_replicas": 2}, {"tensor_parallel_size": 2}])
-def test_a_checkpoint_is_checked_in_every_layout(layout: dict[str, int], tmp_path: Path) -> None:
+def test_a_checkpoint_is_checked_in_every_layout(layout: dict[str, int], tmp_path: Path, caplog: Any) -> None:
     tiny("qwen3").save_pretrained(tmp_path)
     hf_config = json.loads((tmp_path / "config.json").read_text())
-    FsdpWorker.check(config_of({"model_name": str(tmp_path), "fsdp_cfg": layout}), hf_config)
+    config = config_of({"model_name": str(tmp_path), "fsdp_cfg": layout})
+    with caplog.at_level("WARNING", "dagrl"):
+        FsdpWorker.check(config, hf_config)
+        assert not caplog.text
+        FsdpWorker.check(config, {**hf_config, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    assert "has 11 parameters that the model of its config.json does not have, such as 'model.layers.1." in caplog.text
 
 
 @pytest.mark.parametrize("size", ["data_parallel_size", "context_parallel_size"])
@@ -291,11 +296,15 @@ def test_the_code_of_a_models_directory_runs_if_it_is_trusted(tmp_path: Path, mo
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     hf_config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": code}
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    FsdpWorker.check(config_of({"model_name": str(tmp_path), "fsdp_cfg": {"trust_remote_code": True}}), hf_config)
+    trusted = config_of({"model_name": str(tmp_path), "fsdp_cfg": {"trust_remote_code": True}})
+    FsdpWorker.check(trusted, hf_config)
     with pytest.raises(UserError, match="if you trust it"):
         FsdpWorker.check(config_of({"model_name": str(tmp_path)}), hf_config)
     computed = FsdpWorker.backend_class.computed
     assert computed(hf_config) == computed(dict(hf_config)) != computed(hf_config | {"num_hidden_layers": 3})
+    (tmp_path / "configuration_own.py").unlink()
+    with pytest.raises(ConfigError, match=r"cannot read the code of .*configuration_own.py.* Copy its Python files there"):
+        FsdpWorker.check(trusted, hf_config)
 
 
 class Operators(TorchDispatchMode):
