@@ -325,7 +325,7 @@ def make_optimizer(
 
 def is_torchs(kind: type[object]) -> bool:
     """Whether a class of optimizers comes with torch."""
-    return kind.__module__.startswith("torch.optim.")
+    return kind.__module__.split(".")[:2] == ["torch", "optim"]  # Muon's and Adafactor's is `torch.optim`
 
 
 def _first_values(wanted: OptimizerConfig) -> dict[str, float]:

@@ -93,6 +93,7 @@ LFM2: dict[str, Json] = {**QWEN3, "model_type": "lfm2", "num_hidden_layers": 2, 
 TP2, TP3, CP2, CP3 = ({"fsdp_cfg": {f"{kind}_parallel_size": size}} for kind in ("tensor", "context") for size in (2, 3))
 PACKED = {"sequence_packing": {"enabled": True}}
 SGD = {"optimizer": {"name": "torch.optim:SGD", "args": {"momentum": "lots"}}}
+ADAFACTOR = {"optimizer": {"name": "torch.optim:Adafactor"}}
 RPROP = {"optimizer": {"name": "torch.optim:Rprop"}}
 OWN = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
 IMAGES = {"model_type": "qwen2_5_vl", "text_config": {**SIZES, "model_type": "qwen2_5_vl_text"}}
@@ -127,7 +128,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": {"args": {"beta": 1}}}, QWEN3, r"args=.*'beta': 1}: TypeError.* or other args \(.*betas"),
     (SGD | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:SGD, .*args={'momentum': 'lots'}: TypeError"),
     ({"optimizer": {"name": "torch.optim:LBFGS"}}, QWEN3, "torch.optim:LBFGS, whose steps need a closure.*; choose one"),
-    (RPROP | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:Rprop, .* of this layout .*: RuntimeError"),
+    (
+        ADAFACTOR | {"fsdp_cfg": {"data_parallel_size": 2}},
+        QWEN3,
+        "torch.optim:Adafactor, .* of this layout .*: RuntimeError",
+    ),
     (RPROP | TP2, QWEN3, "torch.optim:Rprop, which cannot update the weights of this layout .*: RuntimeError"),
     ({"fsdp_cfg": {"freeze_vision_tower": True}}, QWEN3, NO_TOWER),
     (PACKED, LFM2, "see each other in the model, which has layers of type conv"),
