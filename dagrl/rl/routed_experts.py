@@ -58,8 +58,8 @@ def routed_layers(hf_config: Mapping[str, Json]) -> RoutedLayers:
     experts, layers, chosen = sizes
     if not (isinstance(experts, int) and isinstance(layers, int) and isinstance(chosen, int)):
         raise ConfigError(
-            f"policy.router_replay is true, but a model of type {hf_config.get('model_type')!r} has no experts to replay: "
-            f"its config.json has none of {', '.join(names)}, or no num_experts_per_tok. Set policy.router_replay=false"
+            f"a model of type {hf_config.get('model_type')!r} has no experts to replay or balance: its config.json has none "
+            f"of {', '.join(names)}, or no num_experts_per_tok. Set policy.router_replay=false and no moe_aux_loss_coeff"
         )
     return RoutedLayers(layers, experts, chosen)
 

@@ -71,12 +71,17 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
 
 
 def check_directories(config: Config) -> None:
-    """Raises ConfigError for a model or tokenizer that is no directory and no Hub id, or whose `config.json` is no JSON."""
+    """Raises ConfigError for a model or tokenizer that is no directory and no Hub id, or for its `config.json`."""
     for key, name in model_names(config).items():
         if name is not None and not is_hub_id(name):
             path = _existing_directory(name, key) / CONFIG
             if path.exists():
                 _read_object(path, key)
+            elif key != TOKENIZER_KEY:
+                raise ConfigError(
+                    f"{key}: {path.parent} has no {CONFIG}; expected a Hugging Face checkpoint, such as a run's final_model."
+                    " Adapters belong in policy.peft.adapter_path, and dagrl export makes a model of a run's checkpoint"
+                )
 
 
 def _download(name: str, key: str) -> Path:

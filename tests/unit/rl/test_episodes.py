@@ -285,7 +285,7 @@ def test_sizes_are_read_from_the_model() -> None:
     for key, experts, width in (("num_experts", 128, 1), ("num_local_experts", 8, 1), ("n_routed_experts", 256, 2)):
         sizes = routed_layers({"num_hidden_layers": 4, "num_experts_per_tok": 2, key: experts})
         assert sizes == RoutedLayers(4, experts, 2) and sizes.token_bytes == 4 * 2 * width, "two bytes for an id of 256"
-    with pytest.raises(ConfigError, match="'qwen3' has no experts to replay"):
+    with pytest.raises(ConfigError, match="'qwen3' has no experts to replay or balance"):
         routed_layers({"model_type": "qwen3", "num_hidden_layers": 4})
 
 

@@ -119,6 +119,8 @@ def test_broken_and_empty_directories_are_named(tmp_path: Path) -> None:
         run_model.check_directories(config)
     for file in (tmp_path / "a").iterdir():
         file.unlink()
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*has no config\.json; expected .* final_model"):
+        run_model.check_directories(config)
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):
         model_description(config.policy, 0)
     with pytest.raises(ConfigError, match="transformers cannot load a tokenizer from"):
