@@ -100,17 +100,17 @@ class LogitTransform:
     def before(self, hidden: Tensor) -> Tensor:
         """Returns the head's input for last hidden states [n, hidden size]."""
         self._base.hidden = self._head.logits = hidden[None]
-        self._run()
-        return self._head.given[0]
+        return self._run()[0][0]
 
     def after(self, logits: Tensor) -> Tensor:
         """Returns the model's logits for those of the head, in the same shape [b, n, columns]."""
         self._base.hidden = self._head.logits = logits
-        return self._run()
+        return self._run()[1]
 
-    def _run(self) -> Tensor:
+    def _run(self) -> tuple[Tensor, Tensor]:
+        """Returns the head's input and the model's logits, and keeps neither."""
         tokens = torch.zeros(self._base.hidden.shape[:2], dtype=torch.int64, device=self._base.hidden.device)
         output: Any = type(self._model).forward(self._model, input_ids=tokens, use_cache=False, **self._whole)
-        self._head.logits = self._base.hidden = torch.empty(0)
-        logits: Tensor = output.logits
-        return logits
+        given = self._head.given
+        self._head.logits = self._head.given = self._base.hidden = torch.empty(0)
+        return given, output.logits

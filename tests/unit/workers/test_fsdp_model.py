@@ -80,6 +80,8 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind: str) ->
     if not model.config.tie_word_embeddings:  # a tied weight has the embedding's gradient too
         torch.testing.assert_close(gradients[1], wanted, atol=1e-5, rtol=1e-4)
     assert gradients[0].abs().sum() > 0
+    kept = (*vars(transform._base).values(), *vars(transform._head).values())
+    assert not any(one.numel() for one in kept if isinstance(one, torch.Tensor))  # which would stay in a GPU's memory
     assert (transform.shapes, transform.scale == 1.0) == (kind == "gemma2", kind not in ("granite", "cohere2"))
 
 
