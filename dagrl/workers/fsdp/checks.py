@@ -134,6 +134,14 @@ def _check_optimizer(wanted: OptimizerConfig, root: "HiddenStates") -> None:
     from dagrl.workers.fsdp.trainer import is_torchs, make_optimizer
 
     kind: Any = load_class(wanted.name, "policy.optimizer.name")
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise ConfigError(
+            f"policy.optimizer.name is {wanted.name}, which is not an optimizer; expected: a class that inherits from "
+            "torch.optim.Optimizer, such as torch.optim:AdamW"
+        )
+    if own := wanted.args.keys() & {"lr", "weight_decay"}:
+        name = min(own)
+        raise ConfigError(f"policy.optimizer.args has {name}, which policy.optimizer.{name} would overwrite; set that alone")
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

@@ -197,10 +197,7 @@ class ShardedModel:
                 updated.grad = local_of(self.parameters[name].grad)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):  # of compiled steps
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                _set_rate(group, rate)
             optimizer.step()
         self.zero_gradients()
 
@@ -302,10 +299,12 @@ def make_optimizer(
     if "betas" not in known:  # `eps` is another number in Adadelta, Muon and Adafactor
         usual = {}
     usual = {name: usual[name] for name in usual if name in known and type(known[name].default) in (type(usual[name]), type)}
-    if issubclass(kind, torch.optim.Adam):  # AdamW is one; DTensors have no other fused kernels
+    if issubclass(kind, torch.optim.Adam) and not args.get("foreach"):  # AdamW is one; DTensors have no other fused kernels
         usual["fused"] = True
     try:
-        optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **{**usual, **args})
+        optimizer: torch.optim.Optimizer = kind(sections, lr=wanted.lr, **{**usual, **args})  # some refuse a rate of 0
+        for group in optimizer.param_groups:
+            _set_rate(group, 0.0)
         if steps:
             optimizer.step()
     except Exception as error:  # of a class of anyone's
@@ -321,6 +320,13 @@ def make_optimizer(
         for name in state.keys() & values:
             local_of(state[name]).fill_(values[name])
     return optimizer
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):  # of compiled steps
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def is_torchs(kind: type[object]) -> bool:

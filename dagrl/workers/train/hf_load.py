@@ -7,10 +7,9 @@ Before anything starts, `check_hf` checks the headers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,12 +51,13 @@ class Stored(NamedTuple):
 def stored_parameters(directory: str | Path) -> dict[str, Stored]:
     """Returns the parameters of a checkpoint, of which it reads only file headers and sizes.
 
-    Raises CheckpointError for a file that is missing or damaged.
+    Of an index only the names of files count, as for transformers and vLLM. Raises CheckpointError for a file that is
+    missing or damaged.
     """
     stored: dict[str, Stored] = {}
-    for path, names in groupby(sorted(_files(Path(directory)).items(), key=itemgetter(1)), key=itemgetter(1)):
+    for path in _files(Path(directory)):
         with opened(path) as file:
-            parts = {name: file.get_slice(name) for name, _ in names}
+            parts = {name: file.get_slice(name) for name in file.keys()}
             stored |= {name: Stored(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     return stored
 
@@ -65,7 +65,7 @@ def stored_parameters(directory: str | Path) -> dict[str, Stored]:
 def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:
     """Raises the CheckpointError that `load_hf` would raise. Reads only file headers and sizes."""
     stored = stored_parameters(directory)
-    for name in chain.from_iterable(_by_file(shapes, shapes, directory).values()):
+    for name in chain.from_iterable(_by_file(shapes, shapes, directory, stored).values()):
         check_stored(name, stored[name], shapes[name])
 
 
@@ -88,14 +88,15 @@ def load_hf(
     pieces: dict[str, list[WeightSlice]] = {}
     for piece in slices:
         pieces.setdefault(piece.name, []).append(piece)
-    for path, names in _by_file(pieces, shapes, directory).items():
+    stored = stored_parameters(directory)
+    for path, names in _by_file(pieces, shapes, directory, stored).items():
         with opened(path, "pt") as file:
             for name in names:
-                stored = file.get_slice(name)
-                check_stored(name, Stored(path, tuple(stored.get_shape()), stored.get_dtype()), shapes[name])
+                check_stored(name, stored[name], shapes[name])
+                part = file.get_slice(name)
                 for piece in pieces[name]:
                     box = tuple(slice(start, stop) for start, stop in piece.box)
-                    local_view(tensors[piece.tensor], piece).copy_(stored[box])
+                    local_view(tensors[piece.tensor], piece).copy_(part[box])
     stored_as = {piece.tensor: piece.name for piece in slices}
     check_finite(directory, [(stored_as.get(name, name), tensor) for name, tensor in tensors.items()])
 
@@ -115,7 +116,7 @@ def check_finite(directory: str | Path, loaded: Iterable[tuple[str, Tensor]]) ->
 
 def has_scalar_head(directory: str | Path) -> bool:
     """Whether the checkpoint has a scalar head."""
-    return SCORE in _files(Path(directory))
+    return SCORE in stored_parameters(directory)
 
 
 def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
@@ -134,14 +135,15 @@ def uncovered(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> d
     return left
 
 
-def _by_file(names: Iterable[str], shapes: ParameterShapes, directory: str | Path) -> dict[Path, list[str]]:
+def _by_file(
+    names: Iterable[str], shapes: ParameterShapes, directory: str | Path, stored: Mapping[str, Stored]
+) -> dict[Path, list[str]]:
     """Groups the parameters `names` by file. The checkpoint must have all of them, and only parameters of `shapes`."""
-    files = _files(Path(directory))
-    _check_names(files, shapes, directory)
+    _check_names(stored, shapes, directory)
     by_file: dict[Path, list[str]] = {}
     for name in names:
-        if name in files:
-            by_file.setdefault(files[name], []).append(name)
+        if name in stored:
+            by_file.setdefault(stored[name].path, []).append(name)
         elif name != SCORE:  # a language model gets a scalar head of its own
             raise CheckpointError(
                 f"{directory} has no parameter {name!r}, which config.json defines; the checkpoint belongs to another model"
@@ -149,23 +151,20 @@ def _by_file(names: Iterable[str], shapes: ParameterShapes, directory: str | Pat
     return by_file
 
 
-def _files(directory: Path) -> dict[str, Path]:
-    """Returns the file of each parameter."""
-    from safetensors import SafetensorError, safe_open
-
+def _files(directory: Path) -> list[Path]:
+    """Returns the files that have the weights."""
     try:
         if (directory / INDEX).exists():
-            index = json.loads((directory / INDEX).read_text())["weight_map"]
-            return {name: directory / file for name, file in index.items()}
-        with safe_open(directory / SINGLE, framework="np") as file:
-            return dict.fromkeys(file.keys(), directory / SINGLE)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            return sorted({directory / file for file in json.loads((directory / INDEX).read_text())["weight_map"].values()})
+        (directory / SINGLE).stat()
+        return [directory / SINGLE]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"cannot read the weights in {directory}: {error}; expected {SINGLE}, or {INDEX} and its files"
         ) from error
 
 
-def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: str | Path) -> None:
+def _check_names(files: Collection[str], shapes: ParameterShapes, directory: str | Path) -> None:
     """Checks that the files have no foreign parameters.
 
     The head of tied embeddings, FP8 scales and layers for multi-token prediction are ignored.
@@ -179,7 +178,7 @@ def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: 
     if others:
         raise CheckpointError(
             f"{directory} has {len(others)} parameters that config.json does not define, such as {others[0]!r}; "
-            "config.json and the weights belong to different models"
+            "config.json and the weights belong to different models, or policy.backend=fsdp reads these names"
         )
 
 

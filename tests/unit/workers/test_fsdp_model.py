@@ -128,6 +128,16 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fsdp_cfg": {"attn_implementation": "flash_attention_3"}}, QWEN3, NO_FLASH),
     ({"optimizer": {"name": "torchbo.optim:AdamW8bit"}}, QWEN3, "policy.optimizer.name: there is no module 'torchbo'"),
     ({"optimizer": {"args": {"beta": 1}}}, QWEN3, r"args=.*'beta': 1}: TypeError.* or other args \(.*betas"),
+    (
+        {"optimizer": {"args": {"lr": 1e-3}}},
+        QWEN3,
+        "args has lr, which policy.optimizer.lr would overwrite; set that",
+    ),
+    (
+        {"optimizer": {"name": "torch.nn:Linear"}},
+        QWEN3,
+        "torch.nn:Linear, which is not an optimizer; expected: a class",
+    ),
     (SGD | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:SGD, .*args={'momentum': 'lots'}: TypeError"),
     ({"optimizer": {"name": "torch.optim:LBFGS"}}, QWEN3, "torch.optim:LBFGS, whose steps need a closure.*; choose one"),
     (
@@ -162,6 +172,24 @@ def test_optimizers_begin_as_torchs_do(name: str) -> None:
         for one in (optimizer, own):
             one.step()
         torch.testing.assert_close(weight, plain)
+
+
+class Lion(torch.optim.SGD):
+    """Refuses a rate of 0, as Lion of `lion-pytorch` does."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, **args: Any) -> None:
+        assert lr > 0
+        super().__init__(params, lr=lr, **args)
+
+
+@pytest.mark.parametrize("optimizer", [{"name": f"{__name__}:Lion"}, {"args": {"foreach": True}}])
+def test_optimizers_need_no_rate_of_0_nor_fused_steps(optimizer: dict[str, Any]) -> None:
+    config = config_of({"optimizer": {**optimizer, "lr": 0.01, "weight_decay": 0.1}})
+    FsdpWorker.check(config, QWEN3)
+    weight = torch.ones(2, 2)
+    kind = Lion if "name" in optimizer else torch.optim.AdamW
+    made = make_optimizer(kind, [weight], config.policy.optimizer, config.policy.optimizer.args)
+    assert weight.equal(torch.ones(2, 2)) and made.param_groups[0]["lr"] == 0 and made.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_exchanges_are_not_compiled_on_gpus() -> None:
