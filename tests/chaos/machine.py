@@ -102,9 +102,8 @@ class Clock:
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True)
         self._offset.write_bytes(struct.pack("=q", 0))
         self.environment = {"LD_PRELOAD": str(library), "DAGRL_CHAOS_CLOCK": str(self._offset)}
-        self.environment["RAY_worker_register_timeout_seconds"] = str(
-            10**6
-        )  # of this clock; a start takes minutes by a fast one
+        # By a fast clock a worker's start takes minutes.
+        self.environment["RAY_worker_register_timeout_seconds"] = str(10**6)
 
     @contextmanager
     def ahead(self, seconds: int) -> Iterator[None]:
