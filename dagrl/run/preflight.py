@@ -177,7 +177,8 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     check_machine(config, plan)
     paths = RunPaths.of(config)
     check_run_directory(paths)
-    _check_inputs_stay(config, paths)
+    if checkpoints:
+        _check_inputs_stay(config, paths)
     require_writable(paths.directory, f"output_dir {config.output_dir}")
     resumed = CheckpointStore(paths.checkpoints).latest() if checkpoints and config.checkpointing.resume else None
     trace_phases(config, plan, workers)

@@ -475,8 +475,8 @@ def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["policy.model_name", "policy.peft.adapter_path", "data.val_path"])
-def test_inputs_in_a_directory_that_would_be_renamed(key: str, run: Run, tmp_path: Path) -> None:
-    """`policy.model_name=runs/bad/final_model` of a run named `bad`. One that resumes renames nothing."""
+def test_inputs_in_a_directory_that_would_be_renamed(key: str, run: Run, tmp_path: Path, capsys: Any) -> None:
+    """`policy.model_name=runs/bad/final_model` of a run named `bad`. One that resumes renames nothing, nor an evaluation."""
     earlier, own = tmp_path / "runs" / "bad", "policy.random_init=null" if key == "policy.model_name" else "seed=0"
     (earlier / "final_model").mkdir(parents=True)
     (earlier / "config.yaml").write_text("name: bad")
@@ -486,6 +486,8 @@ def test_inputs_in_a_directory_that_would_be_renamed(key: str, run: Run, tmp_pat
     assert "is renamed" not in run(f"{key}={earlier / 'final_model'}", own, "checkpointing.resume=true", "--dry-run")[1]
     assert "is renamed" not in run(f"{key}={earlier / 'final_model'}", own, "name=other", "--dry-run")[1]
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()] == ["bad"]
+    keys = (f"{key}={earlier / 'final_model'}", f"output_dir={tmp_path / 'runs'}")
+    assert main(["evaluate", str(tmp_path / "config.yaml"), own, *keys]) and "is renamed" not in capsys.readouterr().err
 
 
 def test_a_directory_that_is_not_a_run_is_left_alone(run: Run, tmp_path: Path) -> None:
