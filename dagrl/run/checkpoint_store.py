@@ -9,7 +9,7 @@
       step_00000005.old/   a checkpoint being removed
 
     store = CheckpointStore(directory, keep_top_k=2, keep_last_k=3)
-    store.recover()                                   # once, at the start
+    store.recover()                                   # at the start
     latest = store.latest()                           # the verified newest checkpoint, or None
     directory = store.begin(state)
     with discarding(directory):
@@ -99,7 +99,7 @@ class CheckpointStore:
         self._unreadable: set[Path] = set()  # already warned about
 
     def recover(self) -> None:
-        """Cleans up after a crash. Call it once, before anything is saved or loaded.
+        """Cleans up after a crash. Call it before anything is saved or loaded.
 
         Removes interrupted saves, and completes a save that lacked only its final rename.
         """
