@@ -14,7 +14,7 @@ from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 NEUTRAL = ("\n", "a", "1", ".", "\u4e00")  # contexts of a continuation whose own context would merge with it
@@ -24,17 +24,15 @@ AT_ONCE = 512  # texts that are tokenized together
 class Encoded:
     """The tokens of a text, and where they begin."""
 
-    def __init__(
-        self, text: str, ids: list[int], encoder: TextEncoder, offsets: Sequence[tuple[int, int]] | None = None
-    ) -> None:
-        """Without `offsets`, those of the tokens' own texts are used, if these join to the text."""
+    def __init__(self, text: str, ids: list[int], encoder: TextEncoder, encoding: Encoding | None = None) -> None:
+        """Without an `encoding`, which has offsets, those of the tokens' own texts are used, if these join to the text."""
         self.ids = ids
-        self._text, self._encoder, self._given = text, encoder, offsets
+        self._text, self._encoder, self._encoding = text, encoder, encoding
 
     @cached_property
     def _offsets(self) -> Sequence[tuple[int, int]]:
-        if self._given is not None:
-            return self._given
+        if self._encoding is not None:
+            return self._encoding.offsets
         pieces = self._encoder.pieces(self.ids)
         ends = [*accumulate(map(len, pieces))]
         return [*zip([0, *ends], ends, strict=False)] if "".join(pieces) == self._text else []
@@ -141,7 +139,7 @@ class TextEncoder:
         for first in range(0, len(texts), AT_ONCE):
             part = list(texts[first : first + AT_ONCE])
             for text, encoding in zip(part, self._backend.encode_batch(part, add_special_tokens=False), strict=True):
-                yield Encoded(text, encoding.ids, self, encoding.offsets)
+                yield Encoded(text, encoding.ids, self, encoding)
 
     def continuation(self, before: str, text: str) -> list[int]:
         """Returns the tokens of `text` after `before`, whose tokens stay: none has characters of both."""

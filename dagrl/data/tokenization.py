@@ -237,9 +237,12 @@ def encode_demonstrations(
             replace(whole, text=text.text, learned=[(text.moved(start), text.moved(end)) for start, end in whole.learned])
             for whole, text in zip(wholes, texts, strict=True)
         ]
+    prompts = chat.encoder.encode(["" if whole.example.messages else whole.example.prompt for whole in wholes])
     rows = []
-    for whole, text, encoded in zip(wholes, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
-        row = _demonstration(whole, encoded, chat.of(whole.example.tools))
+    for whole, text, encoded, prompt in zip(
+        wholes, texts, chat.encoder.encode([text.text for text in texts]), prompts, strict=True
+    ):
+        row = _demonstration(whole, encoded, prompt.ids, chat.of(whole.example.tools))
         if whole.example.messages:
             if processor is not None:
                 media = _row_media(encoded, text, whole.messages, processor)
@@ -591,10 +594,11 @@ def _no_tokens(example: Example | Prompt) -> DataError:
     return DataError(f"{example.source}: the tokenizer returns no tokens for a text; remove the example")
 
 
-def _demonstration(whole: _Whole, encoded: Encoded, chat: Chat) -> Demonstration:
+def _demonstration(whole: _Whole, encoded: Encoded, prompt: list[int], chat: Chat) -> Demonstration:
+    """`prompt`: the tokens of a plain example's."""
     example, ids = whole.example, encoded.ids
     if not example.messages:
-        return _plain_demonstration(example, encoded, chat)
+        return _plain_demonstration(example, encoded, prompt, chat)
     if not ids:
         raise _no_tokens(example)
     mask = np.zeros(len(ids), np.float32)
@@ -610,9 +614,8 @@ def _demonstration(whole: _Whole, encoded: Encoded, chat: Chat) -> Demonstration
     return Demonstration(np.array(ids, np.int64), mask, example.source, example.task)
 
 
-def _plain_demonstration(example: Example, encoded: Encoded, chat: Chat) -> Demonstration:
+def _plain_demonstration(example: Example, encoded: Encoded, prompt: list[int], chat: Chat) -> Demonstration:
     """Keeps the tokens of the prompt, from which generation continues, even if those of the whole text differ there."""
-    prompt = chat.encoder.ids(example.prompt)
     if encoded.ids[: len(prompt)] == prompt:
         response = encoded.ids[len(prompt) :]
     else:
