@@ -53,7 +53,7 @@ def inspect_config(config: Config, phase: str | None = None) -> str:
     check_settings(config, plan)
     config, _ = with_local_models(config)
     hf_config = _model(config)
-    check_model(config, plan, hf_config, worker_classes(config, plan))
+    check_model(config, hf_config)
     reports = phase_reports(config, phase)
     texts = [report.text for report in reports]
     if any(report.name == "refit" for report in reports):

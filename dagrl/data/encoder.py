@@ -6,7 +6,6 @@ pairs merge across pieces. So a text is never put together from tokens of its pa
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -82,11 +81,12 @@ class TextEncoder:
         )  # some tokenizers in Python have none
         if backend is None:
             return None
-        own = copy.deepcopy(backend)
+        from dagrl.data.tokenizer_copies import shared_copy
+
+        own = shared_copy(backend)
         own.post_processor = None
         own.no_truncation()
         own.no_padding()
-        own.encode_special_tokens = backend.encode_special_tokens
         return own
 
     @cached_property

@@ -67,7 +67,7 @@ def export(source: Path, target: Path, overrides: Sequence[str]) -> None:
         progress.stage("Starting Ray, and importing what a train worker needs")
         fleet.begin_imports(config, {TRAIN: worker})
         fleet.begin_cluster(config)
-        tokenizer = fleet.apart(load_tokenizer, config.policy)()
+        tokenizer = load_tokenizer(config.policy, fleet.apart)
         fleet.join(config)
         stop.listen()
         progress.stage(f"Starting a train worker on {'a GPU' if gpus_per_worker(config.cluster) else 'the CPU'}")

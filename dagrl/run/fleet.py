@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import Popen
 from threading import Event
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from dagrl.config import Config
 from dagrl.config.plan import GroupStart, RunPlan
@@ -33,6 +33,7 @@ from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment, forks_here
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
+from dagrl.run.model import Apart
 from dagrl.run.preflight import Early, Inputs, check_room, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
@@ -40,8 +41,6 @@ from dagrl.runtime.actors import GpuBundles, Resources
 from dagrl.runtime.worker_group import Revival, WorkerGroup, revive, shutdown_groups
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 WarmUp = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
 """Warms up groups that have started, while others start. Its second argument raises if these have failed."""
@@ -79,9 +78,10 @@ class Fleet(Early):
         if self._forks is None and self._server is not None:
             self._server.kill()
 
-    def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-        """Begins a call of what needs torch, which the driver does without; here if nothing is imported elsewhere."""
-        return super().apart(function, *arguments) if self._forks is None else self._forks.call(function, *arguments)
+    @property
+    def apart(self) -> Apart | None:
+        """What begins calls of what needs torch, which the driver does without."""
+        return None if self._forks is None else self._forks.call
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray, if it starts on this machine."""

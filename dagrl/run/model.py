@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, datetime, time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.roles import section_key
@@ -18,13 +19,18 @@ from dagrl.config.settings import TOKENIZER_KEY, model_names
 from dagrl.data.chat import chat_of
 from dagrl.data.hugging_face import cache_advice, is_hub_id
 from dagrl.data.media import PROCESSOR_FILES
+from dagrl.data.tokenizer_copies import copies_share_models, packed, unpacked
 from dagrl.errors import ConfigError, error_line
 from dagrl.files import replace_directory
+from dagrl.imports import brief_imports
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -53,8 +59,18 @@ PROBES = (
 )
 """Texts that tell tokenizers apart."""
 
+TOKENIZER_ADVICE = f"save the model's tokenizer there, or name its directory in {TOKENIZER_KEY}"
+
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Tokens 0 to 3 of a character tokenizer; the characters follow in the order given."""
+
+Apart = Callable[..., Callable[[], Any]]
+"""Begins a call, given with its arguments, in another process. Returns what waits for its result."""
+
+
+def begin(apart: Apart | None, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
+    """Begins a call in another process. Returns what waits for its result, or makes it if there is no other process."""
+    return partial(function, *arguments) if apart is None else apart(function, *arguments)
 
 
 def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
@@ -121,11 +137,12 @@ def character_tokenizer(characters: str, chat_template: str | None = None) -> Pr
     return fast
 
 
-def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
+@brief_imports()
+def load_tokenizer(policy: PolicyConfig, apart: Apart | None = None) -> PreTrainedTokenizerFast:
     """Returns the configured tokenizer: from a directory, or made of `tokenizer_characters`.
 
-    Imports torch to read a directory, as transformers does. Raises ConfigError if there is none, if it has no
-    end-of-sequence token, or if transformers rejects the model's `config.json`.
+    To read a directory transformers imports torch, in this process or `apart`. Raises ConfigError if there is none, if it
+    has no end-of-sequence token, or if transformers rejects the model's `config.json`.
     """
     init, template = policy.random_init, policy.tokenizer.chat_template
     if policy.tokenizer.name is None and init is not None:
@@ -135,11 +152,10 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
             )
         return character_tokenizer(init.tokenizer_characters, template)
     own = policy.tokenizer.name is not None
-    if own and policy.model_name is not None:
-        _check_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
+    model = _existing_directory(policy.model_name, "policy.model_name") if own and policy.model_name is not None else None
     key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
     directory = _existing_directory(name, key)
-    tokenizer = _read_tokenizer(directory, key)
+    tokenizer = _read_tokenizer(directory, key, apart, model)
     if template is None:
         return tokenizer
     if tokenizer.chat_template not in (None, template):
@@ -152,26 +168,60 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
+def _read_tokenizer(
+    directory: Path, key: str, apart: Apart | None = None, model: Path | None = None
+) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a directory, once transformers has taken the `config.json` of `model`, if there is one."""
+    path = directory / TOKENIZER
+    if apart is None:
+        tokenizer, file = _transformers_tokenizer(directory, key, model), _tokenizer_of(path)
+    else:
+        made = apart(_packed_tokenizer, directory, key, model)
+        from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
+
+        try:
+            file = _tokenizer_of(path)
+            known = {} if file is None else {pickle.dumps(file.model): file.model}
+        except Exception:
+            made()  # it says more of a malformed file
+            raise
+        tokenizer = unpacked(made(), known)
+    if file is not None:
+        tokenizer = _as_the_file_says(tokenizer, file, directory, key)
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # what transformers makes of no files at all
+        raise ConfigError(f"{key}: {directory} has no tokenizer, such as tokenizer.json; {TOKENIZER_ADVICE}")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {directory} has no eos_token to end responses; set it in tokenizer_config.json")
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _tokenizer_of(path: Path) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path)) if path.exists() else None
+
+
+def _packed_tokenizer(*arguments: Any) -> bytes:
+    return packed(_transformers_tokenizer(*arguments))
+
+
+def _transformers_tokenizer(directory: Path, key: str, model: Path | None) -> Any:
+    if model is not None:
+        _check_description(model, "policy.model_name")
     _check_description(directory, key)  # transformers reads it too
     from transformers import AutoTokenizer
 
-    advice = f"save the model's tokenizer there, or name its directory in {TOKENIZER_KEY}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with copies_share_models():
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for malformed files
         for file in (CONFIG, "tokenizer_config.json", "tokenizer.json"):
             if (directory / file).exists():
                 _read_object(directory / file, key)
         reason = error_line(error)
-        raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}; {advice}") from error
-    if (directory / TOKENIZER).exists():
-        tokenizer = _as_the_file_says(tokenizer, directory, key)
-    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):  # what transformers makes of no files at all
-        raise ConfigError(f"{key}: {directory} has no tokenizer, such as tokenizer.json; {advice}")
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer in {directory} has no eos_token to end responses; set it in tokenizer_config.json")
-    return cast("PreTrainedTokenizerFast", tokenizer)
+        raise ConfigError(
+            f"{key}: transformers cannot load a tokenizer from {directory}: {reason}; {TOKENIZER_ADVICE}"
+        ) from error
 
 
 def check_template(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -200,17 +250,15 @@ def set_date(tokenizer: PreTrainedTokenizerFast, day: date) -> None:
     tokenizer.apply_chat_template = render
 
 
-def _as_the_file_says(tokenizer: Any, directory: Path, key: str) -> Any:
-    """Returns a tokenizer that reads texts as `tokenizer.json` does.
+def _as_the_file_says(tokenizer: Any, file: Tokenizer, directory: Path, key: str) -> Any:
+    """Returns a tokenizer that reads texts as `tokenizer.json` does, which `file` is.
 
     transformers makes the class of tokenizer_config.json from the file's vocabulary. That class may treat spaces in its own
     way, and be the wrong one: LlamaTokenizer drops those of the byte-level tokenizers that name it. Raises ConfigError if no
     class of transformers reads the file as it is.
     """
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    file = Tokenizer.from_file(str(directory / TOKENIZER))
     file.no_truncation()
     file.no_padding()
     added = [token.content for token in file.get_added_tokens_decoder().values()]
@@ -305,10 +353,10 @@ def role_description(config: Config, role: str, hf_config: Mapping[str, Json]) -
     return hf_config if name is None else _read_description(_existing_directory(name, key), key)
 
 
-def check_other_tokenizers(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_other_tokenizers(config: Config, ours: Mapping[str, int]) -> None:
     """Raises ConfigError unless transformers takes all models next to the policy, with the tokens of its tokenizer."""
     for key, name in other_models(config).items():
-        _check_tokenizer(_existing_directory(name, key), key, tokenizer)
+        _check_tokenizer(_existing_directory(name, key), key, ours)
 
 
 def other_models(config: Config) -> dict[str, str]:
@@ -317,9 +365,9 @@ def other_models(config: Config) -> dict[str, str]:
     return {key: name for key, name in model_names(config).items() if name is not None and key not in own}
 
 
-def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def _check_tokenizer(directory: Path, key: str, ours: Mapping[str, int]) -> None:
     _check_description(directory, key)
-    rows, tokens = language_keys(_read_description(directory, key)).get("vocab_size"), token_count(tokenizer)
+    rows, tokens = language_keys(_read_description(directory, key)).get("vocab_size"), max(ours.values(), default=-1) + 1
     if isinstance(rows, int) and rows < tokens:
         raise ConfigError(
             f"{key}: the model in {directory} has rows for {rows} tokens, but the policy's tokenizer has {tokens}; "
@@ -327,7 +375,7 @@ def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFa
         )
     if not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
         return  # weights alone: nothing to compare
-    theirs, ours = _read_tokenizer(directory, key).get_vocab(), tokenizer.get_vocab()
+    theirs = _read_tokenizer(directory, key).get_vocab()
     if differing := sorted(token for token, number in ours.items() if theirs.get(token) != number):
         raise ConfigError(
             f"{key}: the tokenizer in {directory} has other numbers for {len(differing)} of the policy's {len(ours)} "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
-from dagrl.imports import brief_imports, load_callable, load_class, require_package, running
+from dagrl.imports import load_callable, load_class, require_package, running
 from dagrl.machine import VISIBLE, cpu_count
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
@@ -69,6 +69,8 @@ from dagrl.run.memory import check_memory, run_memory
 from dagrl.run.model import (
     CONFIG,
     GENERATION_CONFIG,
+    Apart,
+    begin,
     check_directories,
     check_other_tokenizers,
     check_random_model,
@@ -144,9 +146,6 @@ class Inputs:
         return list(media.values())
 
 
-T = TypeVar("T")
-
-
 class Early:
     """Starts nothing while a run is checked. `Fleet` overrides it to start imports and Ray early."""
 
@@ -156,10 +155,10 @@ class Early:
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray."""
 
-    def apart(self, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-        """Begins a call, in a process that has torch if there is one. Returns what waits for its result."""
-        value = function(*arguments)
-        return lambda: value
+    @property
+    def apart(self) -> Apart | None:
+        """What begins calls in a process that has torch, if there is one."""
+        return None
 
 
 def preflight(config: Config, *, checkpoints: bool = True, early: Early | None = None) -> Inputs:
@@ -193,17 +192,23 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     questions = load_sets(config.evaluation)
     check_directories(config)
     early.begin_cluster(config)
+    _find_models(derived)
+    init = derived.config.policy.random_init
+    if init is None:
+        checked = begin(early.apart, check_model, derived.config, model_description(derived.config.policy, 0))
     tokenizer, hf_config = _open_text(derived, early)
     config = derived.config
     if other_models(config):
-        early.apart(check_other_tokenizers, config, tokenizer)()
-    check_model(config, plan, hf_config, workers)
+        begin(early.apart, check_other_tokenizers, config, tokenizer.get_vocab())()
+    tried = [begin(early.apart, try_algorithm, config)]
+    if init is None:
+        checked()
+    else:  # with the vocabulary of the tokenizer
+        tried.append(begin(early.apart, check_model, config, hf_config))
+        tried.append(begin(early.apart, check_random_model, init, tokenizer))
     _check_stops(config, hf_config)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
-    tried = [early.apart(try_algorithm, config)]
-    if config.policy.random_init is not None:
-        tried.append(early.apart(check_random_model, config.policy.random_init, tokenizer))
     inputs = _encoded(derived, plan, splits, questions, tokenizer, hf_config)
     for result in tried:
         result()
@@ -231,22 +236,21 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     plan = RunPlan.of(derived.config)
     check_settings(derived.config, plan)
     splits = load_splits(derived.config.data, _parser(plan))
+    _find_models(derived)
     tokenizer, hf_config = _open_text(derived, Early())
     examples = [with_chat(example, derived.config.data) for example in (*splits.demonstrations, *splits.train)]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
 
 
-def _open_text(derived: Derived, early: Early) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
-    """Returns the tokenizer and the model's `config.json`, downloaded if need be, and derives what follows from the
-    tokenizer."""
+def _find_models(derived: Derived) -> None:
+    """Puts the directories of models in place of their ids, downloaded if need be."""
     derived.config, origins = with_local_models(derived.config)
     derived.reasons |= origins
-    policy = derived.config.policy
-    of_characters = policy.random_init is not None and policy.tokenizer.name is None  # others take torch to be read
-    loaded = partial(load_tokenizer, policy) if of_characters else early.apart(load_tokenizer, policy)
-    with brief_imports():
-        from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
-    tokenizer = loaded()
+
+
+def _open_text(derived: Derived, early: Early) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
+    """Returns the tokenizer and the model's `config.json`, and derives what follows from the tokenizer."""
+    tokenizer = load_tokenizer(derived.config.policy, early.apart)
     derive_chat(derived, tokenizer.chat_template is not None)
     _keep_date(derived, tokenizer, RunPaths.of(derived.config))
     return tokenizer, model_description(derived.config.policy, token_count(tokenizer))
@@ -395,10 +399,11 @@ def check_room(config: Config, workers: int, sizes: str) -> None:
         raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; {advice}")
 
 
-def check_model(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
+def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises a UserError for what the model, or the static `check(config, hf_config)` of a worker class, rejects."""
+    plan = RunPlan.of(config)
     keys = _worker_keys(config, plan)
-    for role, worker in workers.items():
+    for role, worker in worker_classes(config, plan).items():
         key, path = keys[role]
         with running(f"{path}.check", key):
             try:

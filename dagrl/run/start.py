@@ -33,7 +33,7 @@ from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
-from dagrl.run.model import copy_processor, write_random_model
+from dagrl.run.model import begin, copy_processor, write_random_model
 from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.replays import Replays
@@ -331,7 +331,8 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path, fleet: Fle
     if init is not None:
         name = config.policy.tokenizer.name
         source = Path(name) if name is not None else None
-        written = (fleet or Fleet()).apart(write_random_model, init, inputs.tokenizer, init_model, source)()
+        apart = None if fleet is None else fleet.apart
+        written = begin(apart, write_random_model, init, inputs.tokenizer, init_model, source)()
         if written:
             logger.info(written)
     elif generation is not None and (generation.stop_strings or config.environment.agent is not None):

@@ -456,8 +456,7 @@ def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
     """`dagrl inspect` makes these checks first; it takes models that the train worker does not support."""
     config = Config.model_validate(configuration(mapping))
     check_settings(config, RunPlan.of(config))
-    plan = RunPlan.of(config)
-    check_model(config, plan, mapping.model, worker_classes(config, plan))
+    check_model(config, mapping.model)
 
 
 def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:

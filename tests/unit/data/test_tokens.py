@@ -6,6 +6,7 @@ documentation. The mask is checked against the text: what the template writes be
 
 import copy
 import json
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of, preference_of
 from dagrl.data.replies import reply_row, reply_text, text_tokens
 from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts
+from dagrl.data.tokenizer_copies import copies_share_models, packed, unpacked
 from dagrl.errors import DataError
 from dagrl.rl.agents.conversations import Answer, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError
@@ -515,6 +517,26 @@ def test_a_long_text_is_tokenized_only_until_it_exceeds_the_room() -> None:
     dropping = character_tokenizer("0123456789")  # most characters
     dropping.backend_tokenizer.normalizer = Replace(" ", "")
     assert text_tokens(chat_of(dropping), [4], " " * 10_000 + "12", 6) == [5, 6]
+
+
+@kinds
+def test_copies_of_tokenizers_share_nothing_but_the_model(kind: Kind) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of(kind))
+    backend = tokenizer.backend_tokenizer
+    backend.enable_truncation(5, stride=1, direction="left")
+    backend.enable_padding(length=7, pad_id=1, direction="left")
+    backend.encode_special_tokens = True
+    before = backend.to_str()
+    with copies_share_models():
+        copied = copy.deepcopy(backend)
+    known = {pickle.dumps(backend.model): backend.model}
+    sent = [unpacked(packed(tokenizer), models).backend_tokenizer for models in ({}, known)]
+    for made in (copied, *sent):
+        assert (made.to_str(), made.encode_special_tokens) == (before, True)
+        made.no_truncation()
+        made.normalizer = Replace(" ", "")
+        made.add_tokens(["<new>"])
+    assert backend.to_str() == copy.deepcopy(backend).to_str() == before
 
 
 class WithoutOffsets:
