@@ -173,7 +173,7 @@ class TokenTexts:
 
     def __call__(self, tokens: Sequence[int]) -> list[str]:
         """Returns the text of each token. Their concatenation is the text of all."""
-        for token in set(tokens) - self._known.keys():
+        for token in set(tokens).difference(self._known):  # `- self._known.keys()` would visit all known tokens
             self._known[token] = self._tokenizer.decode([token])
             if BROKEN in self._known[token]:
                 self._broken.add(token)
