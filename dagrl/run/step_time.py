@@ -79,7 +79,7 @@ class EngineRates:
     request_s: float
 
 
-ENGINE = EngineRates(49e-6, 59, 1.03, 0.49e-3)  # more than the memory's rate, as samples of a prompt share its cache
+ENGINE = EngineRates(36e-6, 59, 1.03, 0.2e-3)  # more than the memory's rate, as samples of a prompt share its cache
 PLAIN_ENGINE = EngineRates(51e-6, 160, 0.98, 0.7e-3)  # with vLLM's own attention and scores
 
 REFIT_S, COPIES = 0.002, 3  # of a refit without its bytes; how often a GPU's memory moves those that stay on it

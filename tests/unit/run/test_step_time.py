@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -67,11 +66,17 @@ GENERATION = [  # model, sequences, completion, file, row: fitted, too
     (("0.6b", 1024, 256), "4x-nvidia-h200/2026-11-27/peers-generate.json", 1),
     (("0.6b", 64, 4096), "4x-nvidia-h200/2026-11-27/peers-generate-long.json", 0),
 ]
-DECODING = "1x-nvidia-h200/2026-11-29/decode.json"  # rows fitted to, too: with our attention, 384 tokens
-GRPO = [  # name, model, sequences, completion and sequences of a microbatch, file
-    ("0.6B, 2,048 x (120 + 256)", ("0.6b", 2048, 256, 16), "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json"),
-    ("0.6B, 64 x (120 + 4,096)", ("0.6b", 64, 4096, 2), "4x-nvidia-h200/2026-11-27/peers-grpo-long.json"),
-    ("4B, 512 x (120 + 256)", ("4b", 512, 256, 4), "2x-nvidia-h200/2026-11-26/peers-grpo-4b.json"),
+DECODING = "1x-nvidia-h200/2026-11-30/decode.json"
+FITTED = [("1.7b", 256, f"{DECODING}#rows", 19), ("0.6b", 64, f"{DECODING}#alone", 2)]  # with our kernels; 384 tokens
+OLDER = {"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True}  # as `FLASH`, and vLLM's own kernels
+NOW = {"policy.backend": "fsdp", "policy.fsdp_cfg.torch_compile": True, "policy.sequence_packing.train_mb_tokens": 16384}
+SHARED = NOW | {"policy.sequence_packing.shared_prefix": True}
+PEERS = "1x-nvidia-h200/2026-11-30/peers-grpo.json"
+GRPO = [  # name, keys; model, sequences, completion, sequences of a microbatch, prompt; file, row
+    ("0.6B, 2,048 x (120 + 256)", OLDER, ("0.6b", 2048, 256, 16), "2x-nvidia-h200/2026-11-26/peers-grpo-2048.json", 0),
+    ("4B, 512 x (120 + 256)", OLDER, ("4b", 512, 256, 4), "2x-nvidia-h200/2026-11-26/peers-grpo-4b.json", 0),
+    ("0.6B, 64 x (120 + 4,096), FSDP", NOW, ("0.6b", 64, 4096, 2), PEERS, 2),
+    ("1.7B, 256 x (200 + 384), FSDP, shared prompts", SHARED, ("1.7b", 256, 384, 8, 200), PEERS, 0),
 ]
 ALONE = {"0.6b": (6, "2x-nvidia-h200/2026-11-23/train-0.6b.json"), "4b": (4, "2x-nvidia-h200/2026-11-23/train-4b.json")}
 LAYOUTS = [  # case, rows, microbatch, file, row: with layers of 23 November, slower on one GPU (`ALONE`), too
@@ -101,30 +106,27 @@ def sft_step(case: str, rows: int, length: int, micro: int) -> float:
     return step_seconds(config, run_times(config, RunPlan.of(config), model, H200, batch))
 
 
-def grpo(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int, completion: int, micro: int) -> tuple[Config, Rows]:
+def grpo(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int, keys: dict[str, Any] = OLDER) -> tuple[Config, Rows]:
+    """`sizes`: sequences, tokens of a completion, sequences of a microbatch, and tokens of a prompt, 120 if left out."""
     monkeypatch.setattr(workloads, "gpus", lambda: [Gpu("GPU-0", "NVIDIA H200", 143771, "580", (9, 0))])
-    case = rollout_case("", model, str(sequences), completion, micro=micro, tiny=False, kv_share=0.4)
-    config = Config.model_validate(grpo_config(case, Path("m")))
-    keys = {"policy.worker": "dagrl:MegatronWorker", "policy.deterministic": True}  # `FLASH`, vLLM's own kernels
-    config = config.with_keys(keys)
+    sequences, completion, micro, prompt = (*sizes, 120)[:4]
+    case = rollout_case("", model, str(sequences), completion, micro=micro, tiny=False, kv_share=0.4, prompt=prompt)
+    config = Config.model_validate(grpo_config(case, Path("m"))).with_keys(keys)
     return config, generated_rows(config, [case.prompt])
 
 
-def grpo_step(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int) -> dict[str, float]:
+def grpo_step(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int, keys: dict[str, Any] = OLDER) -> dict[str, float]:
     """Returns the seconds of each phase and of the `step`."""
-    config, rows = grpo(monkeypatch, model, *sizes)
+    config, rows = grpo(monkeypatch, model, *sizes, keys=keys)
     shape = workloads.SHAPES[workloads.MODELS[model]].config
     times = run_times(config, RunPlan.of(config), shape, H200, rows)
-    assert not any(time.unknown for time in times if time.phase != "train_step" or sizes[-1] > 1)
+    assert not any(time.unknown for time in times if time.phase != "train_step" or sizes[2] > 1)
     return {time.phase: time.seconds for time in times} | {"step": step_seconds(config, times)}
 
 
 def decoding(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int) -> float:
     """Returns the seconds of completions of 384 tokens by our kernels."""
-    config, rows = grpo(monkeypatch, model, sequences, 384, 1)
-    config, shape = config.with_keys({"policy.deterministic": False}), workloads.SHAPES[workloads.MODELS[model]].config
-    (phase,) = (time for time in run_times(config, RunPlan.of(config), shape, H200, rows) if time.phase == "generate")
-    return phase.seconds
+    return grpo_step(monkeypatch, model, sequences, 384, 1, keys=NOW)["generate"]
 
 
 def check(name: str, predicted: float, measured: float) -> None:
@@ -140,15 +142,15 @@ def test_rates_of_engines_are_those_of_their_runs(run: Any, file: str, row: int,
     assert predicted == pytest.approx(seconds_of(file, row), rel=0.06)
 
 
-@pytest.mark.parametrize("row", [row for row in range(22) if "attention" in row_of(DECODING, row)["with"]])
-def test_rates_of_our_kernels_are_those_of_their_runs(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = row_of(DECODING, row)
-    assert decoding(monkeypatch, run["model"], run["sequences"]) == pytest.approx(run["whole_s"], rel=0.07)
+@pytest.mark.parametrize(("model", "count", "file", "row"), FITTED)
+def test_rates_of_our_kernels_are_those_of_their_runs(model: str, count: int, file: str, row: int, monkeypatch: Any) -> None:
+    assert decoding(monkeypatch, model, count) == pytest.approx(row_of(file, row)["whole_s"], rel=0.07)
 
 
-def test_generation_of_another_model_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = row_of("1x-nvidia-h200/2026-11-30/decode.json", 25)["whole_s"]
-    check("Generation, 4B, 64 x (120 + 384)", decoding(monkeypatch, "4b", 64), measured)
+@pytest.mark.parametrize(("sequences", "row"), [(64, 1), (512, 0)])
+def test_generation_of_another_model_takes_as_long_as_predicted(sequences: int, row: int, monkeypatch: Any) -> None:
+    measured = row_of(f"{DECODING}#alone", row)["whole_s"]
+    check(f"Generation, 4B, {sequences} x (120 + 384)", decoding(monkeypatch, "4b", sequences), measured)
 
 
 def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,17 +168,17 @@ def test_steps_of_sft_take_as_long_as_predicted(name: str, run: Any, file: str, 
         assert sft_step(*run) == pytest.approx(seconds_of(file, row), rel=0.06)
 
 
-@pytest.mark.parametrize(("name", "run", "file"), GRPO)
-def test_steps_of_grpo_take_as_long_as_predicted(name: str, run: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(f"GRPO, {name}", grpo_step(monkeypatch, *run)["step"], seconds_of(file, 0))
+@pytest.mark.parametrize(("name", "keys", "run", "file", "row"), GRPO)
+def test_steps_of_grpo_last_as_predicted(name: str, keys: Any, run: Any, file: str, row: int, monkeypatch: Any) -> None:
+    check(f"GRPO, {name}", grpo_step(monkeypatch, *run, keys=keys)["step"], seconds_of(file, row))
 
 
 def test_phases_take_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = (RESULTS / "4x-nvidia-h200/2026-11-27/grpo-0.6b-512.metrics.jsonl").read_text().splitlines()[2:]
-    steps, predicted = [json.loads(line) for line in lines], grpo_step(monkeypatch, "0.6b", 512, 256, 16)
-    for phase, key in (("generate", "generate"), ("train_step", "train_step"), ("step", "total")):
-        what = {"step": "GRPO, 0.6B, 512 x (120 + 256)"}.get(phase, f"... `{phase}`")
-        check(what, predicted[phase], median(step[f"timing_s/{key}"] for step in steps))
+    keys, run = {"policy.worker": "dagrl:MegatronWorker"}, row_of(PEERS, 4)
+    predicted = grpo_step(monkeypatch, "0.6b", 512, 256, 16, keys=keys)
+    check("GRPO, 0.6B, 512 x (120 + 256)", predicted["step"], run["median_s"])
+    for phase in ("generate", "train_step"):
+        check(f"... `{phase}`", predicted[phase], run[f"timing_s/{phase}"])
 
 
 def test_a_run_with_lengths_that_differ_takes_as_long_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
