@@ -26,7 +26,9 @@ class HfWorker(ModuleWorker):
 
     def reset_optimizer(self) -> None:
         """Forgets moments and schedule: at the start, and between SFT and GRPO."""
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=self.policy.optimizer.weight_decay)
+        decay = self.policy.optimizer.weight_decay  # of matrices alone
+        groups = [{"params": one, "weight_decay": decay * (one.ndim > 1)} for one in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(groups)
         self.steps.taken = 0
 
     def logprobs_of(self, model: torch.nn.Module, batch: Batch, temperature: float) -> Tensor:

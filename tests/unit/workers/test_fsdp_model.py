@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dagrl.config import Config, FsdpConfig, Json, PeftConfig
 from dagrl.errors import CheckpointError, ConfigError, UserError
+from dagrl.examples.hf_worker import HfWorker
 from dagrl.workers.fsdp import FsdpWorker, copies
 from dagrl.workers.fsdp.context import _of_heads
 from dagrl.workers.fsdp.copies import ComputeCopies
@@ -190,6 +192,19 @@ def test_optimizers_need_no_rate_of_0_nor_fused_steps(optimizer: dict[str, Any])
     kind = Lion if "name" in optimizer else torch.optim.AdamW
     made = make_optimizer(kind, [weight], config.policy.optimizer, config.policy.optimizer.args)
     assert weight.equal(torch.ones(2, 2)) and made.param_groups[0]["lr"] == 0 and made.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_the_worker_of_the_examples_decays_what_the_backends_do() -> None:
+    config, model = (
+        config_of({"optimizer": {"lr": 0.01, "weight_decay": 0.1}}),
+        nn.Sequential(nn.Linear(2, 2), nn.RMSNorm(2)),
+    )
+    worker = HfWorker(Mock(), config)
+    worker.model = model
+    worker.reset_optimizer()
+    optimizers = worker.optimizer, make_optimizer(torch.optim.AdamW, [*model.parameters()], config.policy.optimizer, {})
+    decays = [{one: group["weight_decay"] for group in made.param_groups for one in group["params"]} for made in optimizers]
+    assert decays[0] == decays[1] and sorted(decays[0].values()) == [0, 0, 0.1]
 
 
 def test_exchanges_are_not_compiled_on_gpus() -> None:
