@@ -3,9 +3,11 @@
 Imported only where torch is.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.model import HiddenStates, Meshes, check_report, forget_meshes, shard_model, sharded_class
 from dagrl.workers.train.groups import destroy_groups
-from dagrl.workers.train.hf_load import check_stored, stored_parameters
+from dagrl.workers.train.hf_load import INDEX, check_stored, stored_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ def check_files(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> None:
     scalar, directory = bool(hf_config.get(SCALAR_HEAD)), policy.model_name
     assert directory is not None, "a model from a seed has no files"
     config = find_config(policy, hf_config, scalar=scalar)
-    kind, stored = find_class(policy, config, scalar=scalar), stored_parameters(directory)
+    kind, stored, index = find_class(policy, config, scalar=scalar), stored_parameters(directory), Path(directory, INDEX)
+    if index.exists() and not isinstance(json.loads(index.read_text()).get("metadata"), dict):
+        raise CheckpointError(f'{index} has no "metadata", which transformers reads: add "metadata": {{}} to its object')
     quantized = config.__dict__.pop("quantization_config", None) or {}
 
     def prepare(model: Any) -> None:

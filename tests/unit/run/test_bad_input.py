@@ -548,6 +548,12 @@ def test_a_model_without_tokenizer_or_with_truncated_weights(run: Run, tmp_path:
     words = ("policy.random_init=null", f"policy.model_name={tmp_path / 'model'}", "--dry-run")
     assert run(*words) == (0, "")
     weights = tmp_path / "model" / "model.safetensors"
+    index = weights.with_name("model.safetensors.index.json")
+    for metadata, code in (({}, 2), ({"metadata": {}}, 0)):  # which transformers reads
+        index.write_text(json.dumps({**metadata, "weight_map": {"model.norm.weight": weights.name}}))
+        found, errors = run(*words, "policy.backend=fsdp", "policy.megatron_cfg={}")
+        assert found == code and (f'{index} has no "metadata"' in errors) == (code == 2), errors
+    index.unlink()
     weights.write_bytes(weights.read_bytes()[:-1])
     code, errors = run(*words)
     assert code == 2 and f"dagrl: error: train workers: cannot read {weights}: " in errors
