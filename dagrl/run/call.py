@@ -1,5 +1,6 @@
 """The child process of `ForkServer.call`: reads a pickled call from standard input, and writes its result and its log."""
 
+import gc
 import logging
 import os
 import pickle
@@ -10,6 +11,7 @@ from queue import SimpleQueue
 
 def main() -> None:
     """Answers the one call of this process. What the function prints goes to standard error."""
+    gc.disable()  # the process ends with the call
     sys.path[:], call = pickle.load(sys.stdin.buffer)  # noqa: S301
     output = os.dup(1)
     os.dup2(2, 1)
