@@ -5,6 +5,7 @@ at the end of the first step by which every worker has written its part. The nex
 most `timeouts.checkpoint_s`.
 """
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,6 +91,16 @@ class Checkpoints:
         self.save()
         with self.replays.clock.measure("checkpoint"):
             self._finish()
+
+    def explain(self, error: OSError) -> None:
+        """Raises CheckpointError if the disk is full while workers write a checkpoint, which is removed then."""
+        if self._pending is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            (_, directory, _), self._pending = self._pending, None
+            with discarding(directory):
+                raise CheckpointError(
+                    f"{error.filename}: {error.strerror}, while train workers wrote {directory}, now removed; make room "
+                    "there, or name another output_dir"
+                ) from error
 
     def _write(self) -> None:
         """Writes all parts; with `async_save`, workers go on writing theirs."""

@@ -67,6 +67,9 @@ def run_session(config: Config, last_step: LastStep | None = None, fleet: Fleet 
         try:
             yield session
             session.finish()
+        except OSError as error:
+            session.checkpoints.explain(error)
+            raise
         except (StopRequestedError, ClusterError):
             if session.config.checkpointing.enabled:
                 start = time.monotonic()

@@ -116,6 +116,17 @@ def test_a_failed_background_save_is_an_error_and_keeps_the_earlier_one(tmp_path
     checkpoints.save_last()  # nothing is pending any more
 
 
+def test_a_disk_that_a_background_save_fills_is_its_error(tmp_path: Path) -> None:
+    checkpoints, _ = make(tmp_path, background=True)
+    full = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    checkpoints.explain(full)
+    save(checkpoints, 1)
+    checkpoints.explain(OSError(errno.EACCES, "Permission denied", "metrics.jsonl"))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: No space left on device, while .*step_00000001"):
+        checkpoints.explain(full)
+    assert not list(checkpoints.store.root.iterdir())
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_weights_on_another_host_are_an_error(tmp_path: Path, background: bool) -> None:
     checkpoints, writers = make(tmp_path, background)
