@@ -124,11 +124,6 @@ def grpo_step(monkeypatch: pytest.MonkeyPatch, model: str, *sizes: int, keys: di
     return {time.phase: time.seconds for time in times} | {"step": step_seconds(config, times)}
 
 
-def decoding(monkeypatch: pytest.MonkeyPatch, model: str, sequences: int) -> float:
-    """Returns the seconds of completions of 384 tokens by our kernels."""
-    return grpo_step(monkeypatch, model, sequences, 384, 1, keys=NOW)["generate"]
-
-
 def check(name: str, predicted: float, measured: float) -> None:
     """Checks a row of the table in docs/gpu.md."""
     assert predicted == pytest.approx(measured, rel=0.2)
@@ -144,13 +139,14 @@ def test_rates_of_engines_are_those_of_their_runs(run: Any, file: str, row: int,
 
 @pytest.mark.parametrize(("model", "count", "file", "row"), FITTED)
 def test_rates_of_our_kernels_are_those_of_their_runs(model: str, count: int, file: str, row: int, monkeypatch: Any) -> None:
-    assert decoding(monkeypatch, model, count) == pytest.approx(row_of(file, row)["whole_s"], rel=0.07)
+    predicted = grpo_step(monkeypatch, model, count, 384, 1, keys=NOW)["generate"]
+    assert predicted == pytest.approx(row_of(file, row)["whole_s"], rel=0.07)
 
 
 @pytest.mark.parametrize(("sequences", "row"), [(64, 1), (512, 0)])
 def test_generation_of_another_model_takes_as_long_as_predicted(sequences: int, row: int, monkeypatch: Any) -> None:
-    measured = row_of(f"{DECODING}#alone", row)["whole_s"]
-    check(f"Generation, 4B, {sequences} x (120 + 384)", decoding(monkeypatch, "4b", sequences), measured)
+    predicted = grpo_step(monkeypatch, "4b", sequences, 384, 1, keys=NOW)["generate"]
+    check(f"Generation, 4B, {sequences} x (120 + 384)", predicted, row_of(f"{DECODING}#alone", row)["whole_s"])
 
 
 def test_overhead_is_that_of_the_run_that_it_was_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
