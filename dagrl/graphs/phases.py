@@ -37,7 +37,7 @@ def evaluate(train: Shard, batch: Input) -> Value:
 def generate(generation: Shard, requests: Input) -> Value:
     """Adds requests, runs a bounded number of engine steps and returns what finished. Raises if the ranks differ."""
     finished = generation.map("generate", requests)
-    return generation.reduce("merge_generated", finished)
+    return generation.reduce("merge_generated", finished) if len(generation) > 1 else finished
 
 
 @phase(inputs=NAMED_ROWS)
