@@ -205,18 +205,19 @@ class Experience:
     def _update(self, version: int) -> dict[str, float] | None:
         """Updates the engines' weights between two quanta. Returns metrics; None if engines failed and are being replaced.
 
-        Engines that run go on with the next quanta behind it, unless they exchange memory. Idle ones begin after it: their
-        tokens must not be of an older version. Raises the failure if the run has to restart.
+        Engines go on with the next quanta behind it, unless they exchange memory. Idle ones begin with its version: if it
+        fails, what they made is dropped. Raises the failure if the run has to restart.
         """
         if not self.rollouts.serving:
             self.rest()  # replaces those that have failed since
+        idle = not self.rollouts.running
         try:
             update = self._engines.update(version)
-            if self.rollouts.running and not self._engines.moves:
+            if not (self._engines.moves or (idle and not self.rollouts.serving)):
                 self.rollouts.look_ahead()
             metrics = update.result()
         except WorkerError as error:
-            self._score(self.rollouts.replace(error))
+            self._score(self.rollouts.replace(error, drop=idle))
             return None
         self.rollouts.serve()
         return metrics

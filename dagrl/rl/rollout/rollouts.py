@@ -134,14 +134,14 @@ class Rollouts:
         self._move([request for shard in self._shards for request in shard.requests])
         return complete
 
-    def replace(self, error: WorkerError) -> list[RolloutGroup]:
+    def replace(self, error: WorkerError, *, drop: bool = False) -> list[RolloutGroup]:
         """Replaces engines that failed in a quantum or a refit; returns the groups that are complete.
 
-        Requests of engines that go on are not disturbed if all their results arrived. Others begin their turn
-        again, in any engine. New engines get requests after the next refit and `serve`. Raises
-        `error` if the run has to restart.
+        Requests of engines that go on are not disturbed if all their results arrived, unless these are to `drop`. Others
+        begin their turn again, in any engine. New engines get requests after the next refit and `serve`. Raises `error` if
+        the run has to restart.
         """
-        self._replace(error, [])
+        self._replace(error, [], drop=drop)
         return self._take_complete()
 
     def serve(self) -> None:
@@ -218,9 +218,10 @@ class Rollouts:
             ended.append(((group, episode), result))
         self._turns.finish(ended)
 
-    def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]]) -> None:
+    def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]], *, drop: bool = False) -> None:
         """Replaces failed engines. `parts` are the results of the quanta that have failed already, by shard."""
-        parts += [_arrived(quantum) for _, quantum in self._quanta]
+        arrived = [_arrived(quantum) for _, quantum in self._quanta]
+        parts += [{}] * len(arrived) if drop else arrived
         self._quanta.clear()
         replaced = self._engines.replace(error)
         if replaced is None:
