@@ -33,7 +33,6 @@ from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment, forks_here
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
-from dagrl.run.model import Apart
 from dagrl.run.preflight import Early, Inputs, check_room, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
@@ -75,13 +74,10 @@ class Fleet(Early):
         if same and forks_here(config.cluster):
             own = {role: worker for role, worker in classes.items() if self._roles is None or role in self._roles}
             self._forks = fork_server(config, own, self._server)
-        if self._forks is None and self._server is not None:
+        if self._forks is not None:
+            self.apart = self._forks.call
+        elif self._server is not None:
             self._server.kill()
-
-    @property
-    def apart(self) -> Apart | None:
-        """What begins calls of what needs torch, which the driver does without."""
-        return None if self._forks is None else self._forks.call
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray, if it starts on this machine."""
@@ -170,7 +166,7 @@ class Fleet(Early):
             self._cluster.close()
             if self._forks is not None:
                 self._forks.end()
-                self._forks = None
+                self._forks = self.apart = None
             self._starting = None
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
 

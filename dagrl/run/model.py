@@ -176,7 +176,7 @@ def _read_tokenizer(
     if apart is None:
         tokenizer, file = _transformers_tokenizer(directory, key, model), _tokenizer_of(path)
     else:
-        made = apart(_packed_tokenizer, directory, key, model)
+        made = apart(packed, _transformers_tokenizer, directory, key, model)
         from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
 
         try:
@@ -199,10 +199,6 @@ def _tokenizer_of(path: Path) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path)) if path.exists() else None
-
-
-def _packed_tokenizer(*arguments: Any) -> bytes:
-    return packed(_transformers_tokenizer(*arguments))
 
 
 def _transformers_tokenizer(directory: Path, key: str, model: Path | None) -> Any:

@@ -149,16 +149,14 @@ class Inputs:
 class Early:
     """Starts nothing while a run is checked. `Fleet` overrides it to start imports and Ray early."""
 
+    apart: Apart | None = None
+    """What begins calls in a process that has torch, if there is one."""
+
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
         """Begins to import what the workers, of these classes by role, will need."""
 
     def begin_cluster(self, config: Config) -> None:
         """Begins to start Ray."""
-
-    @property
-    def apart(self) -> Apart | None:
-        """What begins calls in a process that has torch, if there is one."""
-        return None
 
 
 def preflight(config: Config, *, checkpoints: bool = True, early: Early | None = None) -> Inputs:
@@ -187,6 +185,7 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     if plan.learns_from != "preferences":
         _check_responses(config, plan)
     early.begin_imports(config, workers)
+    apart = early.apart
     # before models are looked for, and before torch and transformers are imported
     splits = load_splits(config.data, _parser(plan))
     questions = load_sets(config.evaluation)
@@ -195,17 +194,17 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     _find_models(derived)
     init = derived.config.policy.random_init
     if init is None:
-        checked = begin(early.apart, check_model, derived.config, model_description(derived.config.policy, 0))
-    tokenizer, hf_config = _open_text(derived, early)
+        checked = begin(apart, check_model, derived.config, model_description(derived.config.policy, 0))
+    tokenizer, hf_config = _open_text(derived, apart)
     config = derived.config
     if other_models(config):
-        begin(early.apart, check_other_tokenizers, config, tokenizer.get_vocab())()
-    tried = [begin(early.apart, try_algorithm, config)]
+        begin(apart, check_other_tokenizers, config, tokenizer.get_vocab())()
+    tried = [begin(apart, try_algorithm, config)]
     if init is None:
         checked()
     else:  # with the vocabulary of the tokenizer
-        tried.append(begin(early.apart, check_model, config, hf_config))
-        tried.append(begin(early.apart, check_random_model, init, tokenizer))
+        tried.append(begin(apart, check_model, config, hf_config))
+        tried.append(begin(apart, check_random_model, init, tokenizer))
     _check_stops(config, hf_config)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
@@ -237,7 +236,7 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     check_settings(derived.config, plan)
     splits = load_splits(derived.config.data, _parser(plan))
     _find_models(derived)
-    tokenizer, hf_config = _open_text(derived, Early())
+    tokenizer, hf_config = _open_text(derived)
     examples = [with_chat(example, derived.config.data) for example in (*splits.demonstrations, *splits.train)]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
 
@@ -248,9 +247,9 @@ def _find_models(derived: Derived) -> None:
     derived.reasons |= origins
 
 
-def _open_text(derived: Derived, early: Early) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
+def _open_text(derived: Derived, apart: Apart | None = None) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
     """Returns the tokenizer and the model's `config.json`, and derives what follows from the tokenizer."""
-    tokenizer = load_tokenizer(derived.config.policy, early.apart)
+    tokenizer = load_tokenizer(derived.config.policy, apart)
     derive_chat(derived, tokenizer.chat_template is not None)
     _keep_date(derived, tokenizer, RunPaths.of(derived.config))
     return tokenizer, model_description(derived.config.policy, token_count(tokenizer))

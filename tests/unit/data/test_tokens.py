@@ -530,7 +530,7 @@ def test_copies_of_tokenizers_share_nothing_but_the_model(kind: Kind) -> None:
     with copies_share_models():
         copied = copy.deepcopy(backend)
     known = {pickle.dumps(backend.model): backend.model}
-    sent = [unpacked(packed(tokenizer), models).backend_tokenizer for models in ({}, known)]
+    sent = [unpacked(packed(lambda: tokenizer), models).backend_tokenizer for models in ({}, known)]
     for made in (copied, *sent):
         assert (made.to_str(), made.encode_special_tokens) == (before, True)
         made.no_truncation()
