@@ -223,9 +223,8 @@ def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]]
     _check_stop_strings(config.stop_strings, chat.tokenizer, named)
     key = f"{ROLLOUT}.stop_token_ids"
     derived.config = derived.config.with_keys({key: tuple(named)})
-    derived.reasons[key] = "; ".join(
-        f"{token} {chat.tokenizer.convert_ids_to_tokens(token)!r}: {', '.join(why)}" for token, why in named.items()
-    )
+    texts = (f"{token} {chat.tokenizer.convert_ids_to_tokens(token)!r}: {', '.join(why)}" for token, why in named.items())
+    derived.reasons[key] = "; ".join(texts)
 
 
 def _check_stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerFast, stops: Container[int]) -> None:
@@ -382,17 +381,11 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
     needs = [max(map(len, rows), default=0), max((len(prompt) + new for prompt in prompts), default=0)]
     width = math.ceil(max(needs) / ROUND) * ROUND
     shortest = width if room is None else room
-    what = (
-        f"the longest example has {max(needs)} tokens"
-        if needs[0] >= needs[1]
-        else f"the longest prompt, {max(needs) - new} tokens, and {new} new tokens"
-    )
+    what = f"the longest prompt, {max(needs) - new} tokens, and {new} new tokens"
+    what = f"the longest example has {max(needs)} tokens" if needs[0] >= needs[1] else what
+    what = what if width <= shortest else f"{what}, but the model has room for {shortest}"
     if width:
-        derived.set(
-            "policy.max_total_sequence_length",
-            min(width, shortest),
-            what if width <= shortest else f"{what}, but the model has room for {shortest}",
-        )
+        derived.set("policy.max_total_sequence_length", min(width, shortest), what)
 
 
 def _unpack_unseparated(derived: Derived, hf_config: Mapping[str, Json]) -> None:

@@ -1,9 +1,9 @@
 """Predicts the memory that a run takes of each GPU, by role and by part: `dagrl inspect CONFIG --memory`.
 
-Counted are the tensors that torch allocates at the peak of a training microbatch, the end of its forward pass, as
-`perf/peak_memory_gib` measures them. Each coefficient is a tensor that the workers keep. A decoder's layer saves
-for its backward pass, counted as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, but with flash attention,
-RMSNorm and a gated MLP, in numbers a token:
+Counted are the tensors that torch allocates at the peak of a training microbatch, as `perf/peak_memory_gib` measures them:
+at the output layer, in the last layer's backward pass while others keep their tensors, or in the first one's, next to all
+gradients. Each coefficient is a tensor. A decoder's layer saves for its backward pass, counted as in Korthikanti et al. 2022
+(arXiv:2205.05198), section 4.1, but with flash attention, RMSNorm and a gated MLP, in numbers a token:
 
     4 x hidden size      the inputs of both norms, and their results
     3 x query features   before and after the rotation, and the output of attention
@@ -11,7 +11,8 @@ RMSNorm and a gated MLP, in numbers a token:
     3 x MLP features     gate, up, and their product
 
 Megatron's modules save these, and queries once more. That torch.compile saves all of them under FSDP, where it might compute
-some again, is inferred from two measured runs.
+some again, is inferred from two measured runs. What a compiled layer has at once that computes them again was traced on
+a CPU; FlashAttention and cuDNN sum up gradients of queries in float32, and have those of keys and values for every head.
 
 `tests/unit/run/test_memory.py` has the measured runs.
 """
@@ -33,9 +34,7 @@ GIB = 1 << 30
 ENGINE_ROOM = 6 * GIB
 """Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
 
-CHUNK_ELEMENTS = 1 << 27
-"""Logits of a chunk of the output layer (`logprobs.CHUNK_ELEMENTS`). While one is computed, the last one still exists."""
-
+CHUNK_ELEMENTS = 1 << 27  # logits of a chunk of the output layer (`logprobs.CHUNK_ELEMENTS`), of which two exist
 KEPT_SHARE = 0.25  # largest share of the free memory that kept exponentials of logits take (`logprobs.KEPT_SHARE`)
 
 ADAMW = "torch.optim:AdamW"
@@ -77,9 +76,7 @@ class Decoder:
         other = {
             "kv_lora_rank": "latent attention",
             "n_shared_experts": "shared experts",
-            "layer_types": "layers of several kinds",
-            "layers_block_type": "layers of several kinds",
-        }
+        } | dict.fromkeys(("layer_types", "layers_block_type"), "layers of several kinds")
         full = {key for key, kinds in sizes.items() if isinstance(kinds, list) and {*map(str, kinds)} == {"full_attention"}}
         unlike = [what for key, what in other.items() if sizes.get(key) and key not in full]
         return cls(
@@ -127,6 +124,14 @@ class Decoder:
         routed = self.chosen * (self.hidden + 3 * self.expert_ffn)  # rows in the order of experts, and their MLPs
         mlps = (self.layers - self.sparse) * gates * self.ffn + self.sparse * routed
         return self.layers * (norms * self.hidden / (tp if split_hidden else 1) + inner / tp) + mlps / tp
+
+    def beside(self, recomputes: bool | str, tp: int) -> float:
+        """Returns the numbers of a token in a layer's backward pass beside kept ones, of its MLP or its attention."""
+        mlp = max(3 * self.ffn, self.chosen * (self.hidden + 3 * self.expert_ffn) if self.sparse else 0) / tp
+        if recomputes in (False, "none"):
+            return mlp
+        waiting = self.hidden + 3 * (self.queries + self.keys) / tp if recomputes in ("full", True) else 0.0  # attention
+        return max(4 * self.hidden + 2 * mlp + waiting, 6 * self.hidden + (8 * self.queries + 5 * self.keys) / tp)
 
 
 def size_of(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
@@ -218,19 +223,25 @@ def train_memory(
     if fsdp:  # FSDP2 has two layers gathered at a time, and the root; all if there is nothing to shard
         parts["gathered weights"] = width * (every if _shards(policy) == 1 else ends + 2 * (every - ends) / model.layers)
     recomputes = policy.fsdp_cfg.activation_checkpointing if fsdp else policy.megatron_cfg.activation_checkpointing
-    saved = saved_bytes(policy, model) * own
+    saved, beside = saved_bytes(policy, model) * own, width * own * model.beside(recomputes, layout.tp)
+    kept = saved / model.layers
     if recomputes not in (False, "none"):
         split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
         kept = width * own * (model.hidden / split + (0.0 if recomputes in ("full", True) else model.queries / layout.tp))
-        saved = saved / model.layers + kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
+        saved = kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
     # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
-    parts["activations"] = saved * min(layout.pp, -(-rows * longest // tokens)) / layout.pp
+    saved *= min(layout.pp, -(-rows * longest // tokens)) / layout.pp
+    gradients = {name: size for name, size in state.items() if name == "gradients"}
+    moments = [{"activations": saved}, {"activations": saved + beside}, {"activations": kept + beside, **gradients}]
     if not scalar:
         kept = width * own * model.vocabulary / layout.tp
-        if policy.logprob_chunk_size is None and kept <= KEPT_SHARE * (gpu - sum(parts.values())):
-            parts["exponentials of logits"] = kept
-        gradient = (4 + width) * model.embedding / layout.tp if fsdp and not policy.peft.enabled else 0  # of the weight
-        parts["output layer"] = max(_chunk_bytes(policy, model, own), gradient)
+        if policy.logprob_chunk_size is None and kept <= KEPT_SHARE * (gpu - sum(parts.values()) - saved):
+            moments[0]["exponentials of logits"] = kept
+        weight = model.embedding / layout.tp if fsdp and not policy.peft.enabled else 0  # its gradient is summed in float32
+        states = 4 * width * own * model.hidden  # before and after the last norm, where tokens are scored, and a gradient
+        moments[0]["output layer"] = states + max(_chunk_bytes(policy, model, own), (4 + width) * weight)
+        moments[1]["output layer"] = width * weight
+    parts = max((parts | moment for moment in moments), key=lambda sizes: sum(sizes.values()))
     reasons = {
         f"{model.unlike}: not counted": model.unlike,
         "float32: not measured": width == 4,
@@ -267,9 +278,8 @@ def engine_memory(config: Config, model: Decoder, gpu: float, weights: float = 0
     cache = engine.kv_cache_memory_bytes
     if cache is None:
         cache = max(0, int(engine.gpu_memory_utilization * gpu - own - ENGINE_ROOM)) if math.isfinite(gpu) else 0
-    return RoleMemory(
-        GENERATION, {"weights": own, "KV cache": cache, "activations and CUDA graphs": ENGINE_ROOM}, own + cache
-    )
+    parts = {"weights": own, "KV cache": cache, "activations and CUDA graphs": ENGINE_ROOM}
+    return RoleMemory(GENERATION, parts, own + cache)
 
 
 def role_model(config: Config, role: str, hf_config: Mapping[str, Json]) -> tuple[PolicyConfig, Decoder, float]:

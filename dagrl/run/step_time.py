@@ -234,9 +234,8 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
         context = prompt + now + steps / 2 - sum(begin for _, begin in running) / count
         touched = 1 - (1 - model.chosen / model.experts) ** count if model.experts else 0.0  # share of the experts
         read = width * (model.dense_weights + touched * model.expert_weights + model.embedding) / gpu.memory
-        each = (
-            2 * width * model.layers * model.keys * context / rates.cache + rates.sampled_bytes * model.vocabulary
-        ) / gpu.memory
+        cache = 2 * width * model.layers * model.keys * context / rates.cache
+        each = (cache + rates.sampled_bytes * model.vocabulary) / gpu.memory
         products = max(read, 2 * count * (active + model.embedding) / (PRODUCTS * gpu.flops))
         decoding += steps * (rates.layer_s * model.layers + (products + count * each) / tp)
         now = running[0][0]
@@ -245,10 +244,8 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
     prompts = len(lengths) / config.grpo.num_generations_per_prompt  # whose cache their samples share
     prefill = 2 * active * prompts * prompt / tp / (PRODUCTS * gpu.flops)
     parts = {"decoding": decoding / batches, "prompts": prefill, "requests": rates.request_s * len(lengths)}
-    return (
-        parts,
-        f"{len(lengths)} completions of {sum(lengths) / len(lengths):,.0f} tokens in {now / batches:,.0f} engine steps",
-    )
+    tokens, steps = sum(lengths) / len(lengths), now / batches
+    return parts, f"{len(lengths)} completions of {tokens:,.0f} tokens in {steps:,.0f} engine steps"
 
 
 def refit_time(config: Config, plan: RunPlan, model: Decoder, gpu: GpuRates, weights: float) -> dict[str, float]:
