@@ -9,7 +9,7 @@ experience.refit(version)             # after the step: generation gets its weig
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -162,8 +162,10 @@ class Experience:
             turns, scores = list(self._turns.awaited), [item.answers for item in self._scoring]
             awaited: list[Future[Any]] = [*turns, *scores, *([] if other is None else [other])]
             assert awaited, f"no batch can become complete: {self.buffer.outstanding} groups, but nothing to wait for"
+            needed = self.buffer.groups_per_step - len(self.buffer.finished())  # to go on, if none is dropped
+            some = turns or other or len(scores) > needed or self._config.grpo.use_dynamic_sampling
             with nullcontext() if other else self._measure(ENVIRONMENT_WAIT if turns else REWARD_WAIT):
-                wait(awaited, WAIT_S, FIRST_COMPLETED)
+                wait(awaited, WAIT_S, FIRST_COMPLETED if some else ALL_COMPLETED)
         self._score(self.rollouts.advance())
         self._take_scores()
 
