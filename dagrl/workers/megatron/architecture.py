@@ -5,6 +5,10 @@ The driver calls `check_layout` before any worker starts. FLOPs are by Megatron'
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
@@ -316,12 +320,14 @@ def token_flops(model: Architecture) -> float:
     return OPERATIONS * float(layers + model.hidden * (1 if model.scalar else model.vocabulary))
 
 
-def sequence_flops(model: Architecture, length: int) -> float:
-    """Returns the forward FLOPs of a sequence: its tokens, and causal attention: half of the square, or a band."""
-    head = model.head_dim + (model.latent.values if model.latent else model.head_dim)
-    seen = (min(window or length, length) for window in model.windows)
-    pairs = sum(length * tokens - tokens * tokens / 2 for tokens in seen)
-    return length * token_flops(model) + OPERATIONS * model.heads * head * pairs
+def sequence_flops(model: Architecture, length: npt.ArrayLike) -> Any:
+    """Returns the forward FLOPs of a sequence, or of each in an array of lengths: its tokens, and causal attention: half of
+    the square, or a band.
+    """
+    count, head = np.asarray(length), model.head_dim + (model.latent.values if model.latent else model.head_dim)
+    seen = (count if window is None else np.minimum(window, count) for window in model.windows)
+    pairs = sum(count * tokens - tokens * tokens / 2 for tokens in seen)
+    return count * token_flops(model) + OPERATIONS * model.heads * head * pairs
 
 
 def step_tflop(model: Architecture, lengths: Iterable[int]) -> float:
@@ -331,4 +337,4 @@ def step_tflop(model: Architecture, lengths: Iterable[int]) -> float:
     products of projections, MLPs (those of a token's experts), causal attention and the output layer. Norms and
     recomputation do not count. Attention uses each sequence's own length, so padding and packing change nothing.
     """
-    return PASSES * sum(sequence_flops(model, int(length)) for length in lengths) / 1e12
+    return PASSES * float(sequence_flops(model, [*lengths]).sum()) / 1e12
