@@ -118,7 +118,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
             )
         sets = config.evaluation.sets
         marks = rewards_of_sets(config.evaluation, config.reward.num_workers) if sets else config.reward
-        config = prepared_config(inputs.config, inputs, directory / "init_model", fleet)
+        config = prepared_config(inputs.config, inputs, directory / "init_model", fleet.apart)
         config = config.with_keys({"policy.router_replay": False})
         if config.data.images.enabled:
             config = config.with_keys({"output_dir": str(directory)})

@@ -172,15 +172,18 @@ def _read_tokenizer(
     directory: Path, key: str, apart: Apart | None = None, model: Path | None = None
 ) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a directory, once transformers has taken the `config.json` of `model`, if there is one."""
+    from tokenizers import Tokenizer
+
     path = directory / TOKENIZER
     if apart is None:
-        tokenizer, file = _transformers_tokenizer(directory, key, model), _tokenizer_of(path)
+        tokenizer = _transformers_tokenizer(directory, key, model)
+        file = Tokenizer.from_file(str(path)) if path.exists() else None
     else:
         made = apart(packed, _transformers_tokenizer, directory, key, model)
         from transformers import PreTrainedTokenizerFast  # noqa: F401  # meanwhile: it takes a second without torch
 
         try:
-            file = _tokenizer_of(path)
+            file = Tokenizer.from_file(str(path)) if path.exists() else None
             known = {} if file is None else {pickle.dumps(file.model): file.model}
         except Exception:
             made()  # it says more of a malformed file
@@ -193,12 +196,6 @@ def _read_tokenizer(
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token to end responses; set it in tokenizer_config.json")
     return cast("PreTrainedTokenizerFast", tokenizer)
-
-
-def _tokenizer_of(path: Path) -> Tokenizer | None:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(path)) if path.exists() else None
 
 
 def _transformers_tokenizer(directory: Path, key: str, model: Path | None) -> Any:

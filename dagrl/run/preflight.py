@@ -191,7 +191,8 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     questions = load_sets(config.evaluation)
     check_directories(config)
     early.begin_cluster(config)
-    _find_models(derived)
+    derived.config, origins = with_local_models(derived.config)
+    derived.reasons |= origins
     init = derived.config.policy.random_init
     if init is None:
         checked = begin(apart, check_model, derived.config, model_description(derived.config.policy, 0))
@@ -235,16 +236,11 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     plan = RunPlan.of(derived.config)
     check_settings(derived.config, plan)
     splits = load_splits(derived.config.data, _parser(plan))
-    _find_models(derived)
+    derived.config, origins = with_local_models(derived.config)
+    derived.reasons |= origins
     tokenizer, hf_config = _open_text(derived)
     examples = [with_chat(example, derived.config.data) for example in (*splits.demonstrations, *splits.train)]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
-
-
-def _find_models(derived: Derived) -> None:
-    """Puts the directories of models in place of their ids, downloaded if need be."""
-    derived.config, origins = with_local_models(derived.config)
-    derived.reasons |= origins
 
 
 def _open_text(derived: Derived, apart: Apart | None = None) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:

@@ -33,7 +33,7 @@ from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
-from dagrl.run.model import begin, copy_processor, write_random_model
+from dagrl.run.model import Apart, begin, copy_processor, write_random_model
 from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.replays import Replays
@@ -145,7 +145,7 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         prepare_run_directory(config, inputs.derived)
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
-        config = prepared_config(config, inputs, paths.init_model, fleet)
+        config = prepared_config(config, inputs, paths.init_model, fleet.apart)
         plan = RunPlan.of(config)
         phase_plans = with_media(config, with_records(config, run_plans(config, plan), inputs.hf_config))
         media = MediaStore(paths.media, config.data.images)
@@ -324,7 +324,7 @@ def in_scratch(config: Config, directory: str) -> Config:
     return config.with_keys({**kept, "logger.rollouts_max_bytes": 0, **silent})
 
 
-def prepared_config(config: Config, inputs: Inputs, init_model: Path, fleet: Fleet | None = None) -> Config:
+def prepared_config(config: Config, inputs: Inputs, init_model: Path, apart: Apart | None = None) -> Config:
     """Returns the configuration that workers get: step limits and absolute paths are filled in.
 
     A model from a seed is written to `init_model`. Engines that look for stop strings get a tokenizer next to it that reads
@@ -334,7 +334,6 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path, fleet: Fle
     if init is not None:
         name = config.policy.tokenizer.name
         source = Path(name) if name is not None else None
-        apart = None if fleet is None else fleet.apart
         written = begin(apart, write_random_model, init, inputs.tokenizer, init_model, source)()
         if written:
             logger.info(written)
