@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,39 +37,20 @@ def copies_share_models() -> Iterator[None]:
         del copyreg.dispatch_table[Tokenizer]
 
 
-def packed(make: Callable[..., object], *arguments: object) -> bytes:
-    """Returns a pickle of the tokenizer of transformers that `make` returns, for `unpacked`."""
-    pickled = io.BytesIO()
-    _Pickler(pickled).dump(make(*arguments))
-    return pickled.getvalue()
+def packed(make: Callable[..., Any], *arguments: object) -> tuple[Any, bytes]:
+    """Returns the tokenizer of transformers that `make` returns without its model, and that pickled, for `unpacked`."""
+    tokenizer = make(*arguments)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer, b""
+    tokenizer._tokenizer = shared_copy(backend, BPE())
+    return tokenizer, pickle.dumps(backend.model)
 
 
-def unpacked(pickled: bytes, known: Mapping[bytes, Model]) -> Any:
-    """Returns the tokenizer, with its model of those that are `known` by their own pickles if it is there."""
-    unpickler = _Unpickler(io.BytesIO(pickled))
-    unpickler.known = known
-    return unpickler.load()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tokenizer):
-            return NotImplemented
-        others = shared_copy(value, BPE()).to_str()  # some parts cannot be pickled alone
-        return _unpickled, (value.model, others, value.encode_special_tokens)
-
-    def persistent_id(self, value: Any) -> bytes | None:
-        return pickle.dumps(value) if isinstance(value, Model) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    known: Mapping[bytes, Model]
-
-    def persistent_load(self, model: bytes) -> Any:
-        return self.known.get(model) or pickle.loads(model)  # noqa: S301
-
-
-def _unpickled(model: Model, others: str, encode_special_tokens: bool) -> Tokenizer:
-    parts = Tokenizer.from_str(others)
-    parts.encode_special_tokens = encode_special_tokens
-    return shared_copy(parts, model)
+def unpacked(sent: tuple[Any, bytes], known: Mapping[bytes, Model]) -> Any:
+    """Returns the whole tokenizer. Its model is one of those that are `known` by their own pickles, or made again."""
+    tokenizer, model = sent
+    if model:
+        whole = known.get(model) or pickle.loads(model)  # noqa: S301
+        tokenizer._tokenizer = shared_copy(tokenizer.backend_tokenizer, whole)
+    return tokenizer

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from threading import Event
@@ -166,7 +167,7 @@ class Fleet(Early):
             self._cluster.close()
             if self._forks is not None:
                 self._forks.end()
-                self._forks = self.apart = None
+                self._forks, self.apart = None, partial
             self._starting = None
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import date, datetime, time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.roles import section_key
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -65,12 +63,7 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Tokens 0 to 3 of a character tokenizer; the characters follow in the order given."""
 
 Apart = Callable[..., Callable[[], Any]]
-"""Begins a call, given with its arguments, in another process. Returns what waits for its result."""
-
-
-def begin(apart: Apart | None, function: Callable[..., T], *arguments: object) -> Callable[[], T]:
-    """Begins a call in another process. Returns what waits for its result, or makes it if there is no other process."""
-    return partial(function, *arguments) if apart is None else apart(function, *arguments)
+"""Begins a call, given with its arguments, in another process. Returns what waits for its result. `partial`: in this one."""
 
 
 def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
@@ -138,7 +131,7 @@ def character_tokenizer(characters: str, chat_template: str | None = None) -> Pr
 
 
 @brief_imports()
-def load_tokenizer(policy: PolicyConfig, apart: Apart | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(policy: PolicyConfig, apart: Apart = partial) -> PreTrainedTokenizerFast:
     """Returns the configured tokenizer: from a directory, or made of `tokenizer_characters`.
 
     To read a directory transformers imports torch, in this process or `apart`. Raises ConfigError if there is none, if it
@@ -168,14 +161,12 @@ def load_tokenizer(policy: PolicyConfig, apart: Apart | None = None) -> PreTrain
     return tokenizer
 
 
-def _read_tokenizer(
-    directory: Path, key: str, apart: Apart | None = None, model: Path | None = None
-) -> PreTrainedTokenizerFast:
+def _read_tokenizer(directory: Path, key: str, apart: Apart = partial, model: Path | None = None) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a directory, once transformers has taken the `config.json` of `model`, if there is one."""
     from tokenizers import Tokenizer
 
     path = directory / TOKENIZER
-    if apart is None:
+    if apart is partial:
         tokenizer = _transformers_tokenizer(directory, key, model)
         file = Tokenizer.from_file(str(path)) if path.exists() else None
     else:

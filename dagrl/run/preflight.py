@@ -70,7 +70,6 @@ from dagrl.run.model import (
     CONFIG,
     GENERATION_CONFIG,
     Apart,
-    begin,
     check_directories,
     check_other_tokenizers,
     check_random_model,
@@ -149,7 +148,7 @@ class Inputs:
 class Early:
     """Starts nothing while a run is checked. `Fleet` overrides it to start imports and Ray early."""
 
-    apart: Apart | None = None
+    apart: Apart = partial
     """What begins calls in a process that has torch, if there is one."""
 
     def begin_imports(self, config: Config, classes: Mapping[str, type]) -> None:
@@ -195,17 +194,17 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     derived.reasons |= origins
     init = derived.config.policy.random_init
     if init is None:
-        checked = begin(apart, check_model, derived.config, model_description(derived.config.policy, 0))
+        checked = apart(check_model, derived.config, model_description(derived.config.policy, 0))
     tokenizer, hf_config = _open_text(derived, apart)
     config = derived.config
     if other_models(config):
-        begin(apart, check_other_tokenizers, config, tokenizer.get_vocab())()
-    tried = [begin(apart, try_algorithm, config)]
+        apart(check_other_tokenizers, config, tokenizer.get_vocab())()
+    tried = [apart(try_algorithm, config)]
     if init is None:
         checked()
     else:  # with the vocabulary of the tokenizer
-        tried.append(begin(apart, check_model, config, hf_config))
-        tried.append(begin(apart, check_random_model, init, tokenizer))
+        tried.append(apart(check_model, config, hf_config))
+        tried.append(apart(check_random_model, init, tokenizer))
     _check_stops(config, hf_config)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
@@ -243,7 +242,7 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
 
 
-def _open_text(derived: Derived, apart: Apart | None = None) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
+def _open_text(derived: Derived, apart: Apart = partial) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
     """Returns the tokenizer and the model's `config.json`, and derives what follows from the tokenizer."""
     tokenizer = load_tokenizer(derived.config.policy, apart)
     derive_chat(derived, tokenizer.chat_template is not None)

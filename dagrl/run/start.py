@@ -33,7 +33,7 @@ from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
-from dagrl.run.model import Apart, begin, copy_processor, write_random_model
+from dagrl.run.model import Apart, copy_processor, write_random_model
 from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.replays import Replays
@@ -324,7 +324,7 @@ def in_scratch(config: Config, directory: str) -> Config:
     return config.with_keys({**kept, "logger.rollouts_max_bytes": 0, **silent})
 
 
-def prepared_config(config: Config, inputs: Inputs, init_model: Path, apart: Apart | None = None) -> Config:
+def prepared_config(config: Config, inputs: Inputs, init_model: Path, apart: Apart = partial) -> Config:
     """Returns the configuration that workers get: step limits and absolute paths are filled in.
 
     A model from a seed is written to `init_model`. Engines that look for stop strings get a tokenizer next to it that reads
@@ -334,7 +334,7 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path, apart: Apa
     if init is not None:
         name = config.policy.tokenizer.name
         source = Path(name) if name is not None else None
-        written = begin(apart, write_random_model, init, inputs.tokenizer, init_model, source)()
+        written = apart(write_random_model, init, inputs.tokenizer, init_model, source)()
         if written:
             logger.info(written)
     elif generation is not None and (generation.stop_strings or config.environment.agent is not None):

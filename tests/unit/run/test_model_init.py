@@ -3,10 +3,10 @@
 import errno
 import hashlib
 import json
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,11 @@ def test_replacing_the_tokenizers_chat_template_is_warned_about(tmp_path: Path, 
     assert replaces in caplog.text
 
 
+def sent(function: Any, *arguments: object) -> Callable[[], Any]:
+    """Calls a function as another process would."""
+    return lambda: pickle.loads(pickle.dumps(function(*arguments)))  # noqa: S301
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
 def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: Path) -> None:
@@ -200,7 +205,7 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
     (tmp_path / "final_model").mkdir()
     for directory in ("model", "final_model"):
         policy = PolicyConfig(model_name=str(tmp_path / directory))
-        tokenizer = load_tokenizer(policy, partial)  # as a driver gets it
+        tokenizer = load_tokenizer(policy, sent)
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == made.encode(text, add_special_tokens=False).ids
         assert (tokenizer.decode(tokenizer(text)["input_ids"]), tokenizer.eos_token) == (text, "</s>")
         if directory == "model":
