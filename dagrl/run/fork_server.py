@@ -233,8 +233,7 @@ class ForkServer:
 
 def _import_checks() -> None:
     import dagrl.rl.losses
-    import dagrl.rl.trial
-    import dagrl.run.model  # noqa: F401
+    import dagrl.run.preflight  # noqa: F401
 
 
 def _is_ours(kind: Kind) -> bool:
