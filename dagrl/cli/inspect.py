@@ -72,7 +72,7 @@ def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
         config = _with_gpus(config)
     if not gpus_per_worker(config.cluster):
         raise ConfigError("--memory: the run has no GPUs; add --gpu-memory with the GiB of those that it will have")
-    gpu = gpu_memory() if gpu_gib is None else int(gpu_gib * GIB)
+    gpu = gpu_memory() if gpu_gib is None else max(1, int(gpu_gib * GIB))
     inputs, limit = read_data(config, gpu)[0], gpu or math.inf
     plan = RunPlan.of(inputs.config)
     roles = run_memory(inputs.config, plan, inputs.hf_config, limit)
@@ -88,7 +88,7 @@ def inspect_time(config: Config, gpu: str, mean: float | None = None) -> str:
 def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Config, list[PhaseTime]]:
     """Returns the run's configuration on GPUs of this name, and the predicted seconds of each phase of a step.
 
-    `mean`: tokens of a completion. Raises ConfigError for a GPU whose rates are not known.
+    `mean`: tokens of a completion. Raises ConfigError for a GPU whose rates are not known, or whose memory is too small.
     """
     if gpu not in GPUS:
         raise ConfigError(f"--time {gpu}: its rates are not known; expected: {', '.join(GPUS)}")
@@ -103,6 +103,7 @@ def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Con
         count = config.policy.train_global_batch_size * (2 if pairs else 1)
         rows = Rows([len(row) for row in data], float(sum(row.loss_mask.sum() for row in data))).take(count)
     memory = run_memory(config, plan, inputs.hf_config, rates.capacity)
+    check_memory(plan, memory, rates.capacity)
     return config, run_times(config, plan, inputs.hf_config, rates, rows, memory)
 
 

@@ -14,11 +14,12 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,13 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_config(inspect)
     text = "print the first N examples of the run as tokens: what is trained, where it ends, and what the template adds"
-    inspect.add_argument("--text", metavar="N", type=int, nargs="?", const=3, help=f"{text} (default: 3)")
-    inspect.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
-    inspect.add_argument("--memory", action="store_true", help="predict the memory that each role takes of a GPU")
-    inspect.add_argument("--gpu-memory", metavar="GIB", type=float, help="memory of a GPU, instead of this machine's")
-    inspect.add_argument("--time", metavar="GPU", help="predict the seconds of a step, by phase, on a GPU such as H200")
+    shown = inspect.add_mutually_exclusive_group()
+    shown.add_argument("--text", metavar="N", type=int, nargs="?", const=3, help=f"{text} (default: 3)")
+    shown.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
+    shown.add_argument("--memory", action="store_true", help="predict the memory that each role takes of a GPU")
+    shown.add_argument("--time", metavar="GPU", help="predict the seconds of a step, by phase, on a GPU such as H200")
+    text = "memory of a GPU for --memory (default: this machine's)"
+    inspect.add_argument("--gpu-memory", metavar="GIB", type=_positive, help=text)
     text = "mean tokens of a completion for --time (default: forced_lengths, or max_new_tokens)"
-    inspect.add_argument("--completion", metavar="N", type=float, help=text)
+    inspect.add_argument("--completion", metavar="N", type=_positive, help=text)
 
     evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
     add_config(evaluate)
@@ -220,6 +223,13 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "show versions, GPUs and known problems of this machine")
     return parser
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"found {text!r}; expected a number above 0")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -311,11 +321,17 @@ def _inspect(options: argparse.Namespace) -> None:
     from dagrl.run.derive import derive_from_machine
 
     _log(options)
+    for option, value, needs, given in (
+        ("--gpu-memory", options.gpu_memory, "--memory", options.memory),
+        ("--completion", options.completion, "--time GPU", options.time is not None),
+    ):
+        if value is not None and not given:
+            raise ConfigError(f"{option} is found without {needs}, which it is for; add {needs}, or leave it out")
     config = load_config(options.config, options.overrides)
     if options.text is not None:
         _print(text_report(config, options.text, Console()))
         return
-    if options.memory or options.gpu_memory is not None:
+    if options.memory:
         _print(inspect_memory(config, options.gpu_memory))
         return
     if options.time is not None:

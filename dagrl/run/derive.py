@@ -21,14 +21,7 @@ from typing import TYPE_CHECKING, cast
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, model_section, section_key
-from dagrl.config.settings import (
-    bucket_widths,
-    generation_config,
-    generation_dtype,
-    least_shared,
-    samples_per_step,
-    width_key,
-)
+from dagrl.config.settings import bucket_widths, generation_config, least_shared, samples_per_step, width_key
 from dagrl.data.chat import Chat
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
@@ -37,7 +30,7 @@ from dagrl.machine import gpus, host_memory
 from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.memory import ENGINE_ROOM, Decoder, run_memory, saved_bytes, size_of, state_bytes, train_memory, weight_count
+from dagrl.run.memory import Decoder, engine_memory, run_memory, saved_bytes, state_bytes, train_memory, weight_count
 from dagrl.run.model import language_keys
 
 if TYPE_CHECKING:
@@ -417,7 +410,9 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
         return
     layout, width = config.policy.train_layout, config.policy.max_total_sequence_length
     parameters, model = weight_count(hf_config, weight_bytes), Decoder.of(hf_config)
-    room = 0.5 * (0.9 * memory - sum(state_bytes(config.policy, model, parameters).values()))
+    stays = derived.colocated and generation_config(config).colocated.exchange == "never"
+    engine = engine_memory(config, model, memory, parameters).total if stays else 0
+    room = 0.5 * (0.9 * memory - engine - sum(state_bytes(config.policy, model, parameters).values()))
     each = saved_bytes(config.policy, model) * (IMAGE_PARTS if model.images else 1)
     fitting = int(room / each * layout.cp) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
@@ -459,9 +454,8 @@ def _fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_by
     key, needed = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
     if not needed or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
         return
-    engine = generation_config(derived.config).vllm_cfg
-    memory = derived.gpu_bytes or gpu_memory()
-    most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
+    memory, model = derived.gpu_bytes or gpu_memory(), Decoder.of(hf_config)
+    most = engine_memory(derived.config, model, memory, weight_count(hf_config, weight_bytes)).parts["KV cache"]
     if needed <= most:
         derived.set(key, max(LEAST_CACHE, needed), "GPUs: all sequences at once")
 
@@ -478,10 +472,14 @@ def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_byte
     ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.models)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
-    parameters, width = weight_count(hf_config, weight_bytes), 4 if generation_dtype(config) == "float32" else 2
-    training = sum(state_bytes(config.policy, Decoder.of(hf_config), parameters).values())
-    generation = width * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM
-    if training + generation <= START_SHARE * (derived.gpu_bytes or gpu_memory()):
+    parameters, model, memory = (
+        weight_count(hf_config, weight_bytes),
+        Decoder.of(hf_config),
+        derived.gpu_bytes or gpu_memory(),
+    )
+    training = sum(state_bytes(config.policy, model, parameters).values())
+    generation = engine_memory(config, model, memory, parameters).total
+    if training + generation <= START_SHARE * memory:
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
         derived.set(key, True, reason)
         _stay(derived, hf_config)
@@ -503,12 +501,10 @@ def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
 
     Ranks that are more than the KV heads hold one each.
     """
-    engine, heads = generation_config(config).vllm_cfg, size_of(hf_config, "num_attention_heads", 0)
-    if not heads:
+    engine, heads, model = generation_config(config).vllm_cfg, hf_config.get("num_attention_heads"), Decoder.of(hf_config)
+    if not isinstance(heads, int):
         return 0
-    head_dim = size_of(hf_config, "head_dim", size_of(hf_config, "hidden_size", 0) // heads)
-    kv_heads = max(1, size_of(hf_config, "num_key_value_heads", heads) // engine.layout.tp)
-    cached = size_of(hf_config, "num_hidden_layers", 0) * kv_heads * head_dim
+    cached = model.layers * max(model.queries // heads, model.keys // engine.layout.tp)
     size = 4 if config.policy.precision == "float32" else 2
     blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
     return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size

@@ -308,7 +308,7 @@ def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu
     copied = config.policy.backend == "fsdp" and config.policy.precision == "bfloat16" and not casts_as_packed(config)
     if plan.generates and copied:
         copies["copies for refits"] = train.parts.get("weights", 0.0) / 2
-    if plan.reference == TRAIN and config.policy.reference_weights == "device":
+    if plan.reference == TRAIN and config.policy.reference_weights == "device" and not config.policy.peft.enabled:
         copies["reference weights"] = train.parts.get("weights", 0.0)
     return [replace(train, parts={**train.parts, **copies}, state=train.state + sum(copies.values())), *roles[1:]]
 
@@ -318,10 +318,8 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None
 
     Roles whose memory is not predicted are not checked.
     """
-    groups = [[role] for role in roles]
-    if plan.sharing and not plan.takes_turns:
-        groups.append([role for role in roles if role.role in plan.sharing])
-    for group in groups:
+    together = [role for role in roles if role.role in plan.sharing and not plan.takes_turns]
+    for group in (*([role] for role in roles), *([together] if together else [])):
         state = sum(role.state for role in group)
         if state > gpu and not any(role.unknown for role in group):
             names = " and ".join(role.role for role in group)
@@ -333,12 +331,14 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None
                 f"cache{turns}"
             )
     for role in roles:
-        if "activations" in role.parts and role.total > gpu and not role.unknown:
+        others = sum(other.state for other in together if other is not role) if role in together else 0.0
+        if "activations" in role.parts and role.total + others > gpu and not role.unknown:
+            beside = f" beside the {others / GIB:.1f} GiB of other roles" if others else ""
             raise ConfigError(
-                f"{role.role} workers need {role.total / GIB:.1f} GiB of a GPU for a microbatch (`dagrl inspect --memory`), "
-                f"but it has {gpu / GIB:.1f} GiB; recompute more of it (activation_checkpointing; with policy.backend=fsdp "
-                "first selective, last offloaded), choose a smaller one (policy.sequence_packing.train_mb_tokens or "
-                "policy.train_micro_batch_size) or split its rows (context_parallel_size)"
+                f"{role.role} workers need {role.total / GIB:.1f} GiB of a GPU for a microbatch{beside} (`dagrl inspect "
+                f"--memory`), but it has {gpu / GIB:.1f} GiB; recompute more of it (activation_checkpointing; with "
+                "policy.backend=fsdp first selective, last offloaded), choose a smaller one (policy.sequence_packing."
+                "train_mb_tokens or policy.train_micro_batch_size) or split its rows (context_parallel_size)"
             )
 
 

@@ -280,7 +280,8 @@ def run_times(
             parts, about = train_time(policy, model, gpu, own, weights, trains=trains)
             parts = {name: steps * seconds for name, seconds in parts.items()}
             about = f"{steps} x {about}" if steps > 1 else about
-            if phase.startswith("reference") and policy.reference_weights == "host":  # there and back, in both directions
+            copied = policy.reference_weights == "host" and not policy.peft.enabled  # there and back, in both directions
+            if phase.startswith("reference") and copied:
                 parts["weights to the GPU"] = 4 * state_bytes(policy, model, weights).get("weights", 0.0) / gpu.host
         waits = parts.get("waiting for launches", 0.0) > WAITING * sum(parts.values())
         reasons = ("launches take longer than kernels: how long depends on the host",) if waits else ()
@@ -308,6 +309,7 @@ def _unknown(config: Config, phase: str, policy: PolicyConfig, model: Decoder) -
             "turns with an environment or agent: not known": config.environment.enabled or config.environment.agent,
             "an engine without CUDA graphs: not measured": generation.vllm_cfg.enforce_eager,
             "an engine in FP8: not measured": generation.vllm_cfg.precision == "fp8",
+            "adapters in the engine: not measured": sends_adapters(config),
             "top_p and top_k: not measured": generation.top_p < 1 or generation.top_k not in (None, 0, -1),
         }
     elif phase != "refit":

@@ -139,6 +139,17 @@ def test_version(dagrl: Run) -> None:
     [
         (["train"], "the following arguments are required: CONFIG"),
         (["inspect"], "the following arguments are required: CONFIG"),
+        (
+            ["inspect", EXAMPLE, "--memory", "--gpu-memory", "nan"],
+            "argument --gpu-memory: found 'nan'; expected a number above 0",
+        ),
+        (
+            ["inspect", EXAMPLE, "--time", "H200", "--completion", "0"],
+            "argument --completion: found '0'; expected a number above 0",
+        ),
+        (["inspect", EXAMPLE, "--time", "H200", "--gpu-memory", "80"], "--gpu-memory is found without --memory"),
+        (["inspect", EXAMPLE, "--completion", "9"], "--completion is found without --time GPU"),
+        (["inspect", EXAMPLE, "--memory", "--time", "H200"], "argument --time: not allowed with argument --memory"),
         (["bench"], "the following arguments are required: NAME"),
         (["train", EXAMPLE, "--dry", "--fast"], "unrecognized arguments: --fast"),
         (["config"], "dagrl config needs a CONFIG, or --schema"),

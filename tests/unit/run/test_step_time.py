@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,15 @@ def test_unknown_parts_are_no_prediction(key: str, value: Any, phase: str, reaso
     assert {time.phase: time.unknown for time in times if time.unknown} == {phase: (reason,)}
 
 
+def test_adapters_in_the_engine_are_no_prediction_and_their_reference_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, rows = grpo(monkeypatch, "0.6b", 128, 64, 16)
+    keys = {"policy.peft.enabled": True, "policy.peft.refit": "adapters", "loss_fn.reference_policy_kl_penalty": 0.1}
+    config, model = config.with_keys(keys), workloads.SHAPES["qwen3-0.6b"].config
+    times = {time.phase: time for time in run_times(config, RunPlan.of(config), model, H200, rows)}
+    assert times["generate"].unknown == ("adapters in the engine: not measured",)
+    assert "weights to the GPU" not in times["reference_logprobs"].parts
+
+
 def test_steps_that_wait_for_launches_are_no_prediction() -> None:
     """A microbatch of 0.6B with 256 tokens takes as long as its launches, whose time is that of another host."""
     config, model = bench_config("0.6b:dp1", 16, 256, 1)
@@ -314,6 +324,9 @@ def test_inspect_prints_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert main([*example, "H200"]) == 0
     text = capsys.readouterr().out
     assert "128 completions of 4 tokens in 4 engine steps" in text and text.splitlines()[-1].startswith("step  ")
+    assert main([*example, "H200", "policy.random_init.hf_config.hidden_size=4096"]) == 0
+    assert main([*example, "H200", "policy.random_init.hf_config.hidden_size=16384"]) == 2
+    assert re.search(r"train workers need \d+.\d GiB of a GPU before any batch", capsys.readouterr().err)
     assert main([*example, "A10"]) == 2
     assert "--time A10: its rates are not known; expected: H200, H100" in capsys.readouterr().err
 
