@@ -13,6 +13,7 @@ Ray's. The driver itself has checks that need torch called in forks, and never i
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -146,11 +147,16 @@ class ForkServer:
         self._calls: list[Popen[bytes]] = []
         self._call_s = call_s
         self._lease = socket.socket(socket.AF_UNIX)  # closed by the end of this process, too
-        try:
-            self._lease.connect(f"\0{PREFIX}{key}")
-        except ConnectionRefusedError:
-            self._start(f"{PREFIX}{key}", names)
-            return
+        until = time.monotonic() + SETTLE_S
+        while self._lease.connect_ex(f"\0{PREFIX}{key}"):
+            try:
+                self._start(f"{PREFIX}{key}", names)
+            except OSError as error:  # another run starts it at this moment
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise
+                time.sleep(POLL_S)
+            else:
+                return
         if server is not None:
             server.kill()
             self._server = None
@@ -273,7 +279,7 @@ def _serve() -> None:
             _end_with_parent(signal.SIGKILL)
             for other in (held, control_file, *(other for other in files if other != file)):
                 os.close(other)
-            _run_template(socket.socket(fileno=file), kind, server)
+            _run_template(socket.socket(fileno=file), kind, server, kept=idle_s > 0)
             return
     for file in files:
         os.close(file)
@@ -293,15 +299,21 @@ def _end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def _run_template(listener: socket.socket, kind: bytes, server: int) -> None:
-    """Imports, and forks workers until the server ends. Returns in a worker, at its end."""
+def _run_template(listener: socket.socket, kind: bytes, server: int, *, kept: bool) -> None:
+    """Imports, and forks workers until the server ends. Returns in a worker, at its end.
+
+    `kept`: for other runs, too, for which files that have been imported may change.
+    """
     imports = _load(kind)
+    sources = _imported_files() if kept else {}
     while server not in select.select([listener.fileno(), server], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
             files, request = _read_request(connection)
             different = sorted(dict(imports.variables.items() - request["environment"].items())) if request else ()
             refusal = imports.refusal or (f"the imports had other values of {different}" if different else "")
+            if kept and (changed := sorted(dict(sources.items() - _imported_files().items()))):
+                refusal = refusal or f"since the imports, {changed[0]} has changed"
             if refusal:
                 with suppress(OSError):  # the driver, or Ray's process, has ended
                     connection.sendall(refusal.encode())
@@ -326,6 +338,16 @@ def _read_request(connection: socket.socket) -> tuple[Sequence[int], dict[str, A
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     words = b"".join(iter(partial(connection.recv, 1 << 16), b""))
     return files, json.loads(words) if words else {}
+
+
+def _imported_files() -> dict[str, int]:
+    """Returns when each file of the imported modules was changed, in nanoseconds; nothing of files that are gone."""
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    times = {}
+    for file in filter(None, files):
+        with suppress(OSError):
+            times[file] = os.stat(file).st_mtime_ns
+    return times
 
 
 class _Imports(NamedTuple):

@@ -137,6 +137,19 @@ def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
             server.end()
 
 
+def test_a_server_that_stays_forks_no_old_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, library = {"KIND": uuid.uuid4().hex}, tmp_path / "library.py"
+    library.write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    server = ForkServer({"train": Kind(cpu_count, variables)}, idle_s=0.1, server=Server(("library",)))
+    told, asking, errors = _run(server, "train", tmp_path, **variables)
+    assert told["pid"] != asking and not errors
+    os.utime(library, ns=(0, 1))
+    told, asking, errors = _run(server, "train", tmp_path, **variables)
+    assert told["pid"] == asking and f"since the imports, {library} has changed" in errors
+    server.end()
+
+
 def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:
     server = ForkServer({"train": Kind(_import, {})}, server=Server(()))
     server.end()
