@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import shutil
 import sys
 import traceback
 from collections import defaultdict
@@ -37,6 +38,8 @@ UNUSED = ("sklearn", "scipy", "pandas")
 """Packages that transformers and vLLM import where they are installed, for decoding, losses and sound that dagrl does
 without: a tenth of all imports."""
 
+BYTECODE_ROOM = 1 << 29  # free bytes for bytecode, which takes 150 MB
+
 
 def keep_bytecode() -> None:
     """Has this process and its children keep the bytecode of what they import in the user's cache, if torch has none and the
@@ -52,6 +55,9 @@ def keep_bytecode() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # not absolute without a home
     written = os.access(compiled.parents[1], os.W_OK) and not sys.dont_write_bytecode
     if compiled.exists() or written or not cache.is_absolute():
+        return
+    there = next(path for path in (cache, *cache.parents) if os.path.exists(path))
+    if shutil.disk_usage(there).free < BYTECODE_ROOM:  # Python would keep a file that is written in part, and read it
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from inspect import ismodule
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,9 +36,11 @@ def test_packages_are_found_in_the_same_distributions() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("free", [1 << 28, 1 << 30])
 def test_bytecode_is_kept_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool, writes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool, writes: bool, free: int
 ) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     source = tmp_path / "torch" / "__init__.py"
     source.parent.mkdir()
     source.touch()
@@ -53,7 +56,7 @@ def test_bytecode_is_kept_where_there_is_none(
         cache.parent.mkdir()
         cache.touch()
     keep_bytecode()
-    ours = str(tmp_path / "dagrl" / "bytecode") if not compiled and not writes else None
+    ours = str(tmp_path / "dagrl" / "bytecode") if not compiled and not writes and free > 1 << 29 else None
     assert sys.pycache_prefix == ours and os.environ["PYTHONPYCACHEPREFIX"] == (ours or "")
     assert sys.dont_write_bytecode == (ours is None and not writes)
 
