@@ -321,30 +321,23 @@ def _inspect(options: argparse.Namespace) -> None:
     from dagrl.run.derive import derive_from_machine
 
     _log(options)
-    for option, value, needs, given in (
-        ("--gpu-memory", options.gpu_memory, "--memory", options.memory),
-        ("--completion", options.completion, "--time GPU", options.time is not None),
-    ):
-        if value is not None and not given:
-            raise ConfigError(f"{option} is found without {needs}, which it is for; add {needs}, or leave it out")
+    if (options.gpu_memory and not options.memory) or (options.completion and options.time is None):
+        raise ConfigError("--gpu-memory needs --memory, and --completion needs --time GPU; add what is missing")
     config = load_config(options.config, options.overrides)
     if options.text is not None:
         _print(text_report(config, options.text, Console()))
-        return
-    if options.memory:
+    elif options.memory:
         _print(inspect_memory(config, options.gpu_memory))
-        return
-    if options.time is not None:
+    elif options.time is not None:
         _print(inspect_time(config, options.time, options.completion))
-        return
-    derived = derive_from_machine(config)
-    policy = derived.config.policy
-    if derived.open("policy.max_total_sequence_length") and not policy.sequence_buckets:
-        logger.warning(
-            "policy.max_total_sequence_length is not set: buckets are shown with %d tokens; a run derives it from its data",
-            policy.max_total_sequence_length,
-        )
-    _print(inspect_config(derived.config, options.phase))
+    else:
+        derived = derive_from_machine(config)
+        if derived.open("policy.max_total_sequence_length") and not derived.config.policy.sequence_buckets:
+            text = (
+                "policy.max_total_sequence_length is open: buckets are shown with %d tokens; a run derives it from its data"
+            )
+            logger.warning(text, derived.config.policy.max_total_sequence_length)
+        _print(inspect_config(derived.config, options.phase))
 
 
 def _evaluate(options: argparse.Namespace) -> None:

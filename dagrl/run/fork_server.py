@@ -342,11 +342,10 @@ def _read_request(connection: socket.socket) -> tuple[Sequence[int], dict[str, A
 
 def _imported_files() -> dict[str, int]:
     """Returns when each file of the imported modules was changed, in nanoseconds; nothing of files that are gone."""
-    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     times = {}
-    for file in filter(None, files):
-        with suppress(OSError):
-            times[file] = os.stat(file).st_mtime_ns
+    for module in list(sys.modules.values()):
+        with suppress(OSError, TypeError, KeyError):  # modules without a file, and what is no module
+            times[file] = os.stat(file := vars(module)["__file__"]).st_mtime_ns
     return times
 
 

@@ -319,7 +319,7 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None
     Roles whose memory is not predicted are not checked.
     """
     together = [role for role in roles if role.role in plan.sharing and not plan.takes_turns]
-    for group in (*([role] for role in roles), *([together] if together else [])):
+    for group in (*([role] for role in roles), together):
         state = sum(role.state for role in group)
         if state > gpu and not any(role.unknown for role in group):
             names = " and ".join(role.role for role in group)

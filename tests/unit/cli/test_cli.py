@@ -147,8 +147,11 @@ def test_version(dagrl: Run) -> None:
             ["inspect", EXAMPLE, "--time", "H200", "--completion", "0"],
             "argument --completion: found '0'; expected a number above 0",
         ),
-        (["inspect", EXAMPLE, "--time", "H200", "--gpu-memory", "80"], "--gpu-memory is found without --memory"),
-        (["inspect", EXAMPLE, "--completion", "9"], "--completion is found without --time GPU"),
+        (
+            ["inspect", EXAMPLE, "--time", "H200", "--gpu-memory", "80"],
+            "--gpu-memory needs --memory, and --completion needs",
+        ),
+        (["inspect", EXAMPLE, "--completion", "9"], "--gpu-memory needs --memory, and --completion needs"),
         (["inspect", EXAMPLE, "--memory", "--time", "H200"], "argument --time: not allowed with argument --memory"),
         (["bench"], "the following arguments are required: NAME"),
         (["train", EXAMPLE, "--dry", "--fast"], "unrecognized arguments: --fast"),
