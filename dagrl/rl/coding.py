@@ -90,11 +90,7 @@ async def passed_tests(prompt: str, completion: str, reference: str, tests: Sequ
     secret = secrets.token_hex(16)
     content = json.dumps([secret, LIMITS, blocks[-1] if blocks else completion, list(tests)])
     process = await asyncio.create_subprocess_exec(
-        *sandbox(),
-        RUNNER,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        *sandbox(), RUNNER, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         written, _ = await asyncio.wait_for(process.communicate(content.encode()), SECONDS)

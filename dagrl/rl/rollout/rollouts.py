@@ -45,14 +45,7 @@ AIM = 0.75  # the share of `overhead_share` that quanta are sized for: overheads
 class Rollouts:
     """See the module's docstring. Not thread-safe."""
 
-    def __init__(
-        self,
-        config: Config,
-        engines: GenerationEngines,
-        turns: Turns,
-        *,
-        media: bool = False,
-    ) -> None:
+    def __init__(self, config: Config, engines: GenerationEngines, turns: Turns, *, media: bool = False) -> None:
         """With `media`, sequences may have images."""
         generation = generation_config(config)
         self._engines, self._turns, self._media = engines, turns, media

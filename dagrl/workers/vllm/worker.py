@@ -19,14 +19,7 @@ from dagrl.data.media import MEDIA, MediaStore
 from dagrl.errors import ConfigError, RunError, error_text
 from dagrl.refit import RankPlan, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
-from dagrl.rl.generation import (
-    AS_CONFIGURED,
-    Generated,
-    merge_generated,
-    quantum_options,
-    quantum_seconds,
-    quantum_steps,
-)
+from dagrl.rl.generation import AS_CONFIGURED, Generated, merge_generated, quantum_options, quantum_seconds, quantum_steps
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
