@@ -26,7 +26,7 @@ from dagrl.run.memory import GIB, check_memory, memory_table, run_memory
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, load_phase, run_plans
 from dagrl.run.preflight import check_model, read_data, trace_phases, worker_classes
-from dagrl.run.step_time import GPUS, PhaseTime, Rows, generated_rows, run_times, time_table
+from dagrl.run.step_time import GPUS, PhaseTime, Rows, generated_rows, run_times
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.schedule import SchedulerOptions, channel_bytes
@@ -78,11 +78,6 @@ def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
     roles = run_memory(inputs.config, plan, inputs.hf_config, limit)
     check_memory(plan, roles, limit)
     return memory_table(plan, roles, limit)
-
-
-def inspect_time(config: Config, gpu: str, mean: float | None = None) -> str:
-    """Returns the seconds that a step is predicted to take on GPUs of this name, as a table; see `step_times`."""
-    return time_table(*step_times(config, gpu, mean), gpu)
 
 
 def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Config, list[PhaseTime]]:

@@ -315,10 +315,11 @@ def _examples(options: argparse.Namespace) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from dagrl.cli.inspect import inspect_config, inspect_memory, inspect_time
+    from dagrl.cli.inspect import inspect_config, inspect_memory, step_times
     from dagrl.cli.text import text_report
     from dagrl.config.file import load_config
     from dagrl.run.derive import derive_from_machine
+    from dagrl.run.step_time import time_table
 
     _log(options)
     if (options.gpu_memory and not options.memory) or (options.completion and options.time is None):
@@ -329,7 +330,7 @@ def _inspect(options: argparse.Namespace) -> None:
     elif options.memory:
         _print(inspect_memory(config, options.gpu_memory))
     elif options.time is not None:
-        _print(inspect_time(config, options.time, options.completion))
+        _print(time_table(*step_times(config, options.time, options.completion), options.time))
     else:
         derived = derive_from_machine(config)
         if derived.open("policy.max_total_sequence_length") and not derived.config.policy.sequence_buckets:

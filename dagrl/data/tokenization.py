@@ -546,14 +546,10 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     else:
         start = chat.content_start(before, text[:end], example.tools, (), **example.variables)
     differences = set() if alike or prompt is None else {"opened"}
-    if not all(_has(text, part) for part in (message.content, *(message.more.get(key) for key in THOUGHTS))):
+    texts = [part for part in (message.content, *map(message.more.get, THOUGHTS)) if isinstance(part, str)]
+    if not all(part.strip() in text or "".join(part.split()) in "".join(text.split()) for part in texts):
         differences.add("left out")
     return _Turn(text, start, end, frozenset(differences))
-
-
-def _has(text: str, part: object) -> bool:
-    """Returns whether a text has a part, with any white space. What is not text has none to write."""
-    return not isinstance(part, str) or part.strip() in text or "".join(part.split()) in "".join(text.split())
 
 
 def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | Prompt, *, opened: bool) -> str:

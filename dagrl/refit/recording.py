@@ -280,7 +280,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self._refusal("a copy that repeats its input", [value])
         else:
             source = self.view(value.reshape(target.shape)) or source
-            self._writes[into.base.name, into.where, _reads(source, into.base.name)] = source
+            reads = any(one.base.kind == "target" and one.base.name == into.base.name for one in source.sources())
+            self._writes[into.base.name, into.where, reads] = source
         return target
 
     def _dense_copy(self, tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -452,10 +453,6 @@ class _Finish:
             return evaluate(view, {source: of(source, local) for source, local in locals_of.items()})
 
         self._found.computations.append(Computation(name, where, inputs, compute))
-
-
-def _reads(view: View, name: str) -> bool:
-    return any(source.base.kind == "target" and source.base.name == name for source in view.sources())
 
 
 def _elements(where: Strided) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -372,7 +372,7 @@ class QuantumEngine:
         return FinishedRequest(
             request_id=running.request.request_id,
             tokens=tokens,
-            logprobs=_flat(completion.logprobs),
+            logprobs=[value for part in cast(Any, completion.logprobs) for value in part.tolist()],
             versions=_token_versions(running.starts, len(tokens)),
             finish_reason=str(completion.finish_reason),
             experts=None if self._recorder is None else self._recorder.take(running.name, tokens),
@@ -408,10 +408,6 @@ class SampledLogprobs:
         """Adds those of the tokens that a step made. The sampled token is in the first column."""
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs.logprobs[:, 0])
-
-
-def _flat(parts: Any) -> list[float]:
-    return [value for part in parts for value in part.tolist()]
 
 
 def _token_versions(starts: Sequence[tuple[int, int]], length: int) -> list[int]:
