@@ -345,7 +345,8 @@ def _imported_files() -> dict[str, int]:
     times = {}
     for module in list(sys.modules.values()):
         with suppress(OSError, TypeError, KeyError):  # modules without a file, and what is no module
-            times[file] = os.stat(file := vars(module)["__file__"]).st_mtime_ns
+            file = vars(module)["__file__"]
+            times[file] = os.stat(file).st_mtime_ns
     return times
 
 
