@@ -31,6 +31,7 @@ import numpy as np
 
 from dagrl.bench.report import BenchReport, Row, check_plot, command_line, commit, count, plot, print_rows, shown
 from dagrl.errors import ConfigError, DagrlError, RunError
+from dagrl.machine import gpu_count
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,8 @@ def run(
 
     Raises RunError if nothing was measured, or a side failed.
     """
+    if getattr(options, "tiny", None) is False and not gpu_count():
+        raise ConfigError("found no GPU; use a host with GPUs, or --tiny for a narrow model on the CPU")
     if options.plot:
         check_plot(options.plot)
     deadline, failed = Deadline(options.deadline), dict[str, str]()

@@ -98,6 +98,13 @@ def test_ratios_are_of_the_same_round_and_sides_alternate(tmp_path: Path, capsys
     assert "theirs" in capsys.readouterr().out
 
 
+def test_full_sizes_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take all memory of a machine."""
+    monkeypatch.setattr(harness, "gpu_count", lambda: 0)
+    with pytest.raises(ConfigError, match="found no GPU; use a host with GPUs, or --tiny"):
+        train.run(options(train, "--cases", "0.6b:dp1"))
+
+
 def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
     order: list[str] = []
     broken = Mock(side_effect=RunError("out of memory"))
