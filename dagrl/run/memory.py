@@ -28,6 +28,8 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, casts_as_packed, generation_config, generation_dtype
 from dagrl.errors import ConfigError
+from dagrl.rl.algorithm import planned_algorithm
+from dagrl.rl.preferences import gives_scores
 from dagrl.run.model import checkpoint_bytes, language_keys, role_description
 
 GIB = 1 << 30
@@ -292,6 +294,11 @@ def role_model(config: Config, role: str, hf_config: Mapping[str, Json]) -> tupl
     return policy, model, weights
 
 
+def is_scalar(plan: RunPlan, role: str) -> bool:
+    """Whether a role trains a model that gives numbers in place of logits."""
+    return role == CRITIC or gives_scores(planned_algorithm(plan))
+
+
 def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu: float) -> list[RoleMemory]:
     """Returns the memory of each role of a run. `gpu`: bytes of a GPU, infinite if unknown."""
     roles = []
@@ -300,7 +307,7 @@ def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu
         if role == GENERATION:
             roles.append(engine_memory(config, model, gpu, weights))
         elif role in (TRAIN, CRITIC):
-            roles.append(train_memory(policy, model, gpu, weights, role=role, scalar=role == CRITIC))
+            roles.append(train_memory(policy, model, gpu, weights, role=role, scalar=is_scalar(plan, role)))
         else:
             roles.append(frozen_memory(policy, model, weights, role=role))
     train = roles[0]

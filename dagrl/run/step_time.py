@@ -31,7 +31,7 @@ from dagrl.config.settings import (
     samples_per_step,
     sends_adapters,
 )
-from dagrl.run.memory import GIB, Decoder, RoleMemory, role_model, saved_bytes, state_bytes
+from dagrl.run.memory import GIB, Decoder, RoleMemory, is_scalar, role_model, saved_bytes, state_bytes
 from dagrl.run.plans import load_phase, run_plans
 
 
@@ -276,7 +276,7 @@ def run_times(
             size = policy.train_global_batch_size * (2 if phase == "preference_step" else 1)
             steps = math.ceil(len(rows.lengths) / size) if trains else 1
             own = rows.take(math.ceil(len(rows.lengths) / (steps * policy.train_layout.dp)))
-            own = own if trains else replace(own, scored=own.tokens)
+            own = replace(own, scored=0.0 if is_scalar(plan, role) else own.scored if trains else own.tokens)
             parts, about = train_time(policy, model, gpu, own, weights, trains=trains)
             parts = {name: steps * seconds for name, seconds in parts.items()}
             about = f"{steps} x {about}" if steps > 1 else about

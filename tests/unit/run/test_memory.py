@@ -156,6 +156,14 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
         assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
 
 
+def test_a_reward_model_has_no_logits() -> None:
+    content = grpo().model_dump(exclude_unset=True) | {"algorithm": "reward_model"}
+    content["policy"].pop("generation")
+    config = Config.model_validate(content)
+    (train,) = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, H200)
+    assert "activations" in train.parts and "output layer" not in train.parts and "exponentials of logits" not in train.parts
+
+
 def test_the_reference_of_adapters_is_no_copy() -> None:
     config = grpo("never").with_keys({"policy.reference_weights": "device", "loss_fn.reference_policy_kl_penalty": 0.1})
     for one, copied in ((config, True), (config.with_keys({"policy.peft.enabled": True}), False)):
