@@ -39,6 +39,7 @@ ENGINE_ROOM = 6 * GIB
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk of the output layer (`logprobs.CHUNK_ELEMENTS`), of which two exist
 KEPT_SHARE = 0.25  # largest share of the free memory that kept exponentials of logits take (`logprobs.KEPT_SHARE`)
 
+OURS = ("dagrl:", "dagrl.workers.")  # the beginnings of the paths of dagrl's own workers
 ADAMW = "torch.optim:AdamW"
 MERGED = "merged weights"
 UNLIKE = 0.05
@@ -245,6 +246,7 @@ def train_memory(
         moments[1]["output layer"] = width * weight
     parts = max((parts | moment for moment in moments), key=lambda sizes: sum(sizes.values()))
     reasons = {
+        f"{policy.worker}: a worker of your own": not policy.worker.startswith(OURS),
         f"{model.unlike}: not counted": model.unlike,
         "float32: not measured": width == 4,
         "layers without torch_compile: not measured": fsdp and not policy.fsdp_cfg.torch_compile,
@@ -281,7 +283,9 @@ def engine_memory(config: Config, model: Decoder, gpu: float, weights: float = 0
     if cache is None:
         cache = max(0, int(engine.gpu_memory_utilization * gpu - own - ENGINE_ROOM)) if math.isfinite(gpu) else 0
     parts = {"weights": own, "KV cache": cache, "activations and CUDA graphs": ENGINE_ROOM}
-    return RoleMemory(GENERATION, parts, own + cache)
+    worker = generation_config(config).worker
+    unknown = () if worker.startswith(OURS) else (f"{worker}: a worker of your own",)
+    return RoleMemory(GENERATION, parts, own + cache, unknown)
 
 
 def role_model(config: Config, role: str, hf_config: Mapping[str, Json]) -> tuple[PolicyConfig, Decoder, float]:

@@ -31,7 +31,7 @@ from dagrl.config.settings import (
     samples_per_step,
     sends_adapters,
 )
-from dagrl.run.memory import GIB, Decoder, RoleMemory, is_scalar, role_model, saved_bytes, state_bytes
+from dagrl.run.memory import GIB, OURS, Decoder, RoleMemory, is_scalar, role_model, saved_bytes, state_bytes
 from dagrl.run.plans import load_phase, run_plans
 
 
@@ -301,7 +301,7 @@ def _unknown(config: Config, phase: str, policy: PolicyConfig, model: Decoder) -
     worker = generation.worker if generation is not None and phase == "generate" else policy.worker
     reasons: dict[str, object] = {
         f"{path}: a phase of your own": path != PHASES.get(phase),
-        f"{worker}: a worker of your own": not worker.startswith(("dagrl:", "dagrl.workers.")) and phase != "refit",
+        f"{worker}: a worker of your own": not worker.startswith(OURS) and phase != "refit",
         f"{model.unlike}: not counted": model.unlike and phase != "refit",
     }
     if generation is not None and phase == "generate":

@@ -156,6 +156,13 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
         assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
 
 
+def test_workers_of_ones_own_are_not_predicted() -> None:
+    config = grpo("never", 20 << 30).with_keys({"policy.worker": "mine:Worker", "policy.generation.worker": "mine:Engine"})
+    roles = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, GIB)
+    assert [role.unknown for role in roles] == [(f"mine:{name}: a worker of your own",) for name in ("Worker", "Engine")]
+    check_memory(RunPlan.of(config), roles, GIB)
+
+
 def test_a_reward_model_has_no_logits() -> None:
     content = grpo().model_dump(exclude_unset=True) | {"algorithm": "reward_model"}
     content["policy"].pop("generation")
