@@ -6,7 +6,7 @@ r"""The child process that runs a user's function:
 Started by `dagrl.rl.functions.process`, with which it talks over the socket `FD`:
 - It first sends None, or why the function cannot be imported.
 - For each number and list of columns that it receives, it sends the number with one pickled answer per row, or with a text
-  that says what the function raised.
+  that says what the function raised. For a tuple of such lists it makes several calls, and sends a list of these.
 - It exits when the connection is closed or its parent dies.
 - Shortly before the deadline of a call it writes its traceback to the file `TRACE_FD`, even if the function holds the GIL.
 
@@ -81,17 +81,21 @@ def main() -> None:
         singly = is_coroutine(function) and not batched
         limits = deadline, int(concurrency)
 
-        def answer(number: int, columns: Sequence[list[Any]]) -> None:
-            os.ftruncate(int(trace), 0)
-            os.lseek(int(trace), 0, os.SEEK_SET)
-            faulthandler.dump_traceback_later(TRACE_AT * deadline.seconds, file=int(trace))
+        def call(columns: Sequence[list[Any]]) -> list[Any] | str:
             if singly:
                 answers: list[Any] | str = loop.run(answer_singly(function, columns, *limits))
             else:
                 answers = answer_together(loop, function, columns, batched=batched)
-            faulthandler.cancel_dump_traceback_later()
             if arguments != "episodes" and loop.tasks:  # the next call finds a clean loop
                 loop.run(_end_tasks())
+            return answers
+
+        def answer(number: int, content: Any) -> None:
+            os.ftruncate(int(trace), 0)
+            os.lseek(int(trace), 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(TRACE_AT * deadline.seconds, file=int(trace))
+            answers = [*map(call, content)] if isinstance(content, tuple) else call(content)
+            faulthandler.cancel_dump_traceback_later()
             reply(number, answers)
 
         _serve(requests, answer)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
@@ -39,6 +39,8 @@ BYTES = struct.Struct("!Q")
 TRACE_BYTES = 1 << 16  # most of a traceback that is read
 
 _READ_BYTES = 1 << 20
+
+Columns = Sequence[Sequence[Any]]  # of the rows of a call
 
 
 class LostError(Exception):
@@ -98,7 +100,7 @@ class FunctionProcess:
         self._command = [path, key, *how, str(deadline.seconds), deadline.key, json.dumps(prepare or {})]
         self._deadline, self._start = deadline, start
         self._batched, self._concurrency, self._cancels = batched, concurrency, arguments == "agents"
-        self._starting, self._turn = asyncio.Lock(), asyncio.Lock()
+        self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None  # once the function is imported
         self._reading: asyncio.Task[None] | None = None
@@ -119,7 +121,7 @@ class FunctionProcess:
         except LostError:  # the next request tries again
             pass
 
-    async def ask(self, columns: Sequence[Sequence[Any]]) -> Answers | str:
+    async def ask(self, columns: Columns) -> Answers | str:
         """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
 
         Raises RunError if the function was never imported in time.
@@ -132,12 +134,20 @@ class FunctionProcess:
         except LostError as error:
             return str(error)
 
+    async def ask_together(self, calls: Sequence[Columns]) -> list[Answers | str] | None:
+        """Returns what `ask` does for each of the calls, which have the time of one. None if that was too little, or the
+        process was lost: it is not known by which."""
+        try:
+            answers = await self.request(tuple([*map(list, columns)] for columns in calls), self._deadline.seconds)
+        except (TimeoutError, LostError):
+            return None
+        return answers if isinstance(answers, list) else None
+
     async def request(self, content: Any, seconds: float) -> Any:
         """Returns the answer of the process. Cancelling this cancels the request there, if it is an agent's.
 
-        Requests that are no agent's are answered in turn. One that is lost before its turn is sent again. Ends the process
-        after so many seconds of a turn and raises TimeoutError, which has the function's line. Raises LostError if it ends,
-        RunError if the function was never imported in time.
+        Ends the process after so many seconds and raises TimeoutError, which has the function's line. Raises LostError if it
+        ends, RunError if the function was never imported in time.
         """
         try:
             await self._ready()
@@ -148,30 +158,21 @@ class FunctionProcess:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
-            self._write((number, content))
-            async with nullcontext() if self._cancels else self._turn:
-                if not answer.done() or answer.exception() is None:
-                    return await self._answered(number, answer, seconds)
-        except asyncio.CancelledError:
-            if self._cancels:
-                with suppress(LostError):
-                    self._write((number, None))
-                    await self._drain()
-            raise
-        finally:
-            self._pending.pop(number, None)
-        return await self.request(content, seconds)
-
-    async def _answered(self, number: int, answer: asyncio.Future[Any], seconds: float) -> Any:
-        try:
             async with asyncio.timeout(seconds):
-                await self._drain()
+                await self._send((number, content))
                 return _unpickled(await answer)
         except TimeoutError:
             self._pending.pop(number, None)
             place = "" if self._trace is None else place_in_dump(os.pread(self._trace.fileno(), TRACE_BYTES, 0).decode())
             await self._end()
             raise TimeoutError(place) from None
+        except asyncio.CancelledError:
+            if self._cancels:
+                with suppress(LostError):
+                    await self._send((number, None))
+            raise
+        finally:
+            self._pending.pop(number, None)
 
     async def close(self) -> None:
         """Ends the process for good."""
@@ -242,14 +243,10 @@ class FunctionProcess:
         if failure is not None:
             raise RunError(f"{failure}. The driver could import it, but the process that runs it could not")
 
-    def _write(self, message: object) -> None:
+    async def _send(self, message: object) -> None:
         if self._writer is None:
             raise LostError(ENDED)
         self._writer.write(pickle.dumps(message))
-
-    async def _drain(self) -> None:
-        if self._writer is None:
-            raise LostError(ENDED)
         try:
             await self._writer.drain()
         except OSError as error:

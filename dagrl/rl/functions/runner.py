@@ -6,6 +6,10 @@ with FunctionRunner("my_task:reward", "reward", config.reward, check, arguments=
 
 import asyncio
 import logging
+import math
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
@@ -14,13 +18,14 @@ from dagrl.config import FunctionConfig, ProcessConfig
 from dagrl.errors import ConfigError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
-from dagrl.rl.functions.process import Arguments, FunctionProcess, LoopThread
+from dagrl.rl.functions.process import Arguments, Columns, FunctionProcess, LoopThread
 from dagrl.runtime.deadline import MISSED, Deadline
 
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 4  # processes of a slow plain function of single rows, if `num_workers` does not say
 SLOW_S = 1.0  # a row that waits this long for a process gets a further one
+TOGETHER_S = 0.01  # calls that take less, all together, share a message to their process
 
 
 def check_concurrency(function: Callable[..., Any], key: str, batched: bool, concurrency: int | None) -> None:
@@ -72,9 +77,11 @@ class FunctionRunner:
         ]
         self._spare = self._processes[started:]
         self._idle: asyncio.LifoQueue[FunctionProcess] = asyncio.LifoQueue()
-        ahead = 2 if started == 1 and batched and arguments == "named" else 1  # the second waits in the process
-        for process in self._processes[:started] * ahead:
+        for process in self._processes[:started]:
             self._idle.put_nowait(process)
+        self._shares = started == 1 and batched and arguments == "named"  # messages
+        self._waiting, self._working = deque[tuple[Columns, Future[Answers]]](), False
+        self._lock, self._call_s = threading.Lock(), math.inf  # seconds that a call took last
         self._loop = LoopThread(key)
 
     def __enter__(self) -> Self:
@@ -91,17 +98,50 @@ class FunctionRunner:
 
     def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
         """Starts a call, which returns one answer per row. `dagrl.rl.functions` says how long it may take."""
-        return self._loop.spawn(self._answers(columns))
+        if not self._shares:
+            return self._loop.spawn(self._answers(columns))
+        future = Future[Answers]()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        with self._lock:
+            self._waiting.append((columns, future))
+            starts, self._working = not self._working, True
+        if starts:
+            self._loop.spawn(self._work())
+        return future
 
-    async def _answers(self, columns: Sequence[Sequence[Any]]) -> Answers:
+    async def _work(self) -> None:
+        """Answers the calls that wait, until none does."""
+        while calls := self._next_calls():
+            begun, asked = time.monotonic(), [columns for columns, _ in calls]
+            try:
+                together = await self._processes[0].ask_together(asked) if len(calls) > 1 else None
+                for number, (columns, future) in enumerate(calls):
+                    future.set_result(await self._answers(columns, together[number] if together else None))
+            except BaseException as error:  # passed on to the readers of the futures
+                for _, future in calls:
+                    if not future.done():
+                        future.set_exception(error)
+            self._call_s = (time.monotonic() - begun) / len(calls)
+
+    def _next_calls(self) -> list[tuple[Columns, Future[Answers]]]:
+        with self._lock:
+            most = max(1, int(TOGETHER_S / max(self._call_s, 1e-6)))
+            calls = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            self._working = bool(calls)
+            return calls
+
+    async def _answers(self, columns: Columns, answered: Answers | str | None = None) -> Answers:
+        """Returns one answer per row; `answered` is what the process has said already."""
         if self._row_by_row:
             await self._processes[0].start()  # so that rows are slow by themselves
             return await self._one_by_one(columns)
-        process = await self._idle.get()
-        try:
-            answers = await self._ask(process, columns)
-        finally:
-            self._idle.put_nowait(process)
+        if answered is None:
+            process = await self._idle.get()
+            try:
+                answered = await process.ask(columns)
+            finally:
+                self._idle.put_nowait(process)
+        answers = self._judged(answered, len(columns[0]))
         if not isinstance(answers, str):
             return answers
         if len(columns[0]) == 1 or not self._retries:  # one would be the same call again, with its side effects
@@ -113,7 +153,7 @@ class FunctionRunner:
             logger.warning(text, self._key, answers)
         return alone
 
-    async def _one_by_one(self, columns: Sequence[Sequence[Any]]) -> Answers:
+    async def _one_by_one(self, columns: Columns) -> Answers:
         return list(await asyncio.gather(*[self._alone(row) for row in zip(*columns, strict=True)]))
 
     async def _alone(self, row: Sequence[Any]) -> Any:
@@ -124,21 +164,20 @@ class FunctionRunner:
             self._idle.put_nowait(self._spare.pop(0))
         process = await waiting
         try:
-            answer = await self._ask(process, [[value] for value in row])
+            answer = self._judged(await process.ask([[value] for value in row]), 1)
             return Failed(answer) if isinstance(answer, str) else answer[0]
         finally:
             self._idle.put_nowait(process)
 
-    async def _ask(self, process: FunctionProcess, columns: Sequence[Sequence[Any]]) -> Answers | str:
+    def _judged(self, answers: Answers | str, rows: int) -> Answers | str:
         """Returns the checked answers, or what went wrong. Warns of missed deadlines as soon as they are missed."""
-        answers = await process.ask(columns)
         messages = [answers] if isinstance(answers, str) else [item.message for item in answers if isinstance(item, Failed)]
         late = [message for message in messages if message.startswith(MISSED)]
         self._asked += 1 if isinstance(answers, str) else len(answers)
         before, self._late = self._late, self._late + len(late)
         if self._late.bit_length() > before.bit_length():  # the first, the second, the fourth, ...
             logger.warning("%s: %d of %d calls so far had %s", self._key, self._late, self._asked, late[-1])
-        return answers if isinstance(answers, str) else self._checked(answers, len(columns[0]))
+        return answers if isinstance(answers, str) else self._checked(answers, rows)
 
     def _checked(self, answers: Answers, rows: int) -> Answers | str:
         if len(answers) != rows:

@@ -50,15 +50,22 @@ def test_samples_that_hang_fail_alone(tmp_path: Path) -> None:
     assert noted.read_text().splitlines() == ["hang", *completions]
 
 
-def test_a_call_that_waits_behind_a_lost_one_is_sent_again(tmp_path: Path) -> None:
-    """Two calls are in the process at once. Each has its own deadline, and the second fails for nothing of the first's."""
+def test_fast_calls_share_a_message_and_hang_alone(tmp_path: Path) -> None:
+    """Those that wait for the process are sent to it together; after a hang each is made again, with its own deadline."""
     noted = tmp_path / "calls"
+
+    async def busy() -> None:
+        time.sleep(0.1)  # noqa: ASYNC251  # so that all calls wait
+
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:noted", max_failed_share=1.0, timeout_s=0.7)) as runner:
-        calls = [runner.submit([str(noted)], [text], ["r"]) for text in ("hang", "ab", "hang", "hang", "abc")]
+        for _ in range(2):  # the second is fast, as the process has started
+            runner.submit([str(noted)], ["a"], ["r"]).result()
+        runner._runners[0]._loop.spawn(busy())
+        calls = [runner.submit([str(noted)], [text], ["r"]) for text in ("ab", "hang", "abc")]
         rewards = [rewards_of(call.result()) for call in calls]
-    assert [reward.values.tolist() for reward in rewards] == [[0.0], [2.0], [0.0], [0.0], [3.0]]
-    assert [reward.failed for reward in rewards] == [1, 0, 1, 1, 0]
-    assert noted.read_text().split() == ["hang", "ab", "hang", "hang", "abc"]
+    assert [reward.values.tolist() for reward in rewards] == [[2.0], [0.0], [3.0]]
+    assert [reward.failed for reward in rewards] == [0, 1, 0]
+    assert noted.read_text().split() == ["a", "a", "ab", "hang", "ab", "hang", "abc"]
 
 
 def test_answers_are_pickled_by_value_and_invalid_ones_fail_alone() -> None:

@@ -36,6 +36,10 @@ class InProcess:
             return await answer_singly(self._function, given, self._deadline, self._concurrency)
         return await asyncio.to_thread(answer_together, self._loop, self._function, given, batched=self._batched)
 
+    async def ask_together(self, calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any] | str]:
+        """Asks one by one."""
+        return [await self.ask(columns) for columns in calls]
+
     async def close(self) -> None:
         """Ends nothing."""
 
