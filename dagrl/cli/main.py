@@ -93,6 +93,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         return INTERRUPTED
     except KeyboardInterrupt:
         _complain("interrupted")
+        if "ray" not in sys.modules and (ended := sys.modules.get("ray._private.worker")):  # its import was interrupted
+            atexit.unregister(ended.shutdown)
         return INTERRUPTED
     return 0
 

@@ -26,9 +26,7 @@ def section_key(role: str) -> str:
 def role_config(config: Config, role: str) -> Config:
     """Returns the configuration that the workers of `role` get."""
     section = model_section(config, role)
-    if section is None:
-        return config
-    return config.with_keys({"policy": _policy_of(section, config.policy)})
+    return config if section is None else config.with_keys({"policy": _policy_of(section, config.policy)})
 
 
 def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) -> PolicyConfig:

@@ -88,6 +88,17 @@ def test_the_readmes_command_for_your_own_data(tmp_path: Path, dagrl: Run, caplo
     assert "policy.tokenizer.chat_template replaces" in caplog.text
 
 
+def test_an_interrupted_import_of_ray_is_not_ended(dagrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end would import it again, and fail."""
+    ended, unregister = MagicMock(), MagicMock()
+    monkeypatch.setattr("dagrl.cli.init.ask", MagicMock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("atexit.unregister", unregister)
+    monkeypatch.setitem(sys.modules, "ray._private.worker", ended)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert dagrl("init")[0] == 130
+    unregister.assert_called_once_with(ended.shutdown)
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("mine"), 2), (ChannelError("broken"), 1), (KeyboardInterrupt(), 130)]
 )
