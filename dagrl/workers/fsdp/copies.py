@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
-JOINT = "joint"  # parameter of a module in which several weights are rows of one matrix, while copies are in place
-LEAST_ADDED = 1 << 20  # numbers of a gradient; torch launches additions of fewer sooner than our kernel
 
 
 @cache
@@ -105,74 +103,43 @@ class ComputeCopies:
     """Copies that take the place of a model's parameters from `gather` to `free`, and have memory only then.
 
     Parameters that have the dtype already stay. The gradient of a copy is added to its parameter's, in float32, as soon as
-    a backward pass has computed it. The first one waits for the second, or for `free`, as it is.
+    a backward pass has computed it.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._places = [place for place in _places(model) if place[2].dtype != dtype]
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight has several places
-        self._joint: dict[nn.Module, nn.Parameter] = {}
-        self.first_gradients: dict[nn.Parameter, Tensor] = {}  # of copies
-        for module in model.modules():
-            weights = [getattr(module, name).weight for name in getattr(module, "joined", ())]
-            if weights:
-                joint = self._joint[module] = self._copy(torch.cat([*map(Tensor.detach, weights)]).to(dtype), weights)
-                for weight, rows in zip(weights, torch.split(joint.detach(), [*map(len, weights)]), strict=True):
-                    self._copies[weight] = self._copy(rows, [weight])
         for _, _, parameter in self._places:
             if parameter not in self._copies:
-                self._copies[parameter] = self._copy(torch.empty_like(parameter, dtype=dtype), [parameter])
-        memory = (copy.untyped_storage() for copy in self._copies.values())
-        self._memory = [*{part._cdata: (part, part.nbytes()) for part in memory}.values()]
+                copy = nn.Parameter(torch.empty_like(parameter, dtype=dtype), parameter.requires_grad)
+                if parameter.requires_grad:
+                    copy.register_post_accumulate_grad_hook(partial(_add_gradient, parameter))  # type: ignore[no-untyped-call]
+                self._copies[parameter] = copy
         self._gathered = True
         self.free()
-
-    def _copy(self, values: Tensor, parameters: list[nn.Parameter]) -> nn.Parameter:
-        copy = nn.Parameter(values, parameters[0].requires_grad)
-        if copy.requires_grad:
-            copy.register_post_accumulate_grad_hook(partial(self._add_gradients, parameters))  # type: ignore[no-untyped-call]
-        return copy
 
     def gather(self) -> None:
         """Makes the copies and puts them in place, unless they are."""
         if self._gathered:
             return
-        for memory, size in self._memory:
-            memory.resize_(size)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(copy.nbytes)
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_([*self._copies.values()], [*self._copies])
         for module, name, parameter in self._places:
             module._parameters[name] = self._copies[parameter]
-        for module, joint in self._joint.items():
-            module._parameters[JOINT] = joint
         self._gathered = True
 
     def free(self) -> None:
         """Puts the parameters back, and frees the memory of the copies."""
-        for parameter, grad in self.first_gradients.items():
-            parameter.grad = grad.to(parameter.dtype)
-        self.first_gradients.clear()
         if not self._gathered:
             return
         for module, name, parameter in self._places:
             module._parameters[name] = parameter
-        for module in self._joint:
-            module._parameters.pop(JOINT, None)
-        for memory, _ in self._memory:
-            memory.resize_(0)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
         self._gathered = False
-
-    def _add_gradients(self, parameters: list[nn.Parameter], copy: Tensor) -> None:
-        grads, copy.grad = copy.grad, None
-        assert grads is not None, "autograd has just accumulated it"
-        parts = torch.split(grads, [*map(len, parameters)]) if parameters[1:] else [grads]
-        for parameter, grad in zip(parameters, parts, strict=True):
-            total = parameter.grad if parameter.grad is not None else self.first_gradients.pop(parameter, None)
-            if total is None:
-                self.first_gradients[parameter] = grad
-            else:
-                parameter.grad = _sum(total, grad)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -182,10 +149,10 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-def _sum(total: Tensor, grad: Tensor) -> Tensor:
-    """Returns the float32 sum, in `total` if it is float32."""
-    if grad.is_cuda and grad.numel() >= LEAST_ADDED and total.is_contiguous() and grad.is_contiguous():
-        from dagrl.workers.fsdp.kernels import add
-
-        return add(total, grad)
-    return total.float().add_(grad)
+def _add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
+    assert copy.grad is not None, "autograd has just accumulated it"
+    if parameter.grad is None:
+        parameter.grad = copy.grad.to(parameter.dtype)
+    else:
+        parameter.grad += copy.grad
+    copy.grad = None

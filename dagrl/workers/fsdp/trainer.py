@@ -55,11 +55,6 @@ class ShardedModel:
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor, if sharded
         self._updated: dict[str, Tensor] = {}  # what the optimizers have of each
         self.optimizers = self._make_optimizers() if trains else []
-        plain = [type(one) for one in self.optimizers] == [torch.optim.AdamW] and not config.policy.optimizer.args
-        self._fused = plain and all(
-            one.is_cuda and one.dtype is torch.float32 and one.is_contiguous() for one in self._updated.values()
-        )
-        self._factor = 1.0  # by which a fused update multiplies gradients
         self._loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
 
     # ---- passes
@@ -173,9 +168,6 @@ class ShardedModel:
     # ---- gradients and optimizer
 
     def zero_gradients(self) -> None:
-        self._factor = 1.0
-        if self.root.copies is not None:
-            self.root.copies.first_gradients.clear()
         for tensor in (*self.parameters.values(), *self._updated.values()):
             tensor.grad = None
 
@@ -196,12 +188,8 @@ class ShardedModel:
         return total.sqrt()
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        factor = (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
-        if self._fused:
-            self._factor = float(factor)
-        else:
-            gradients = self.gradients()
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        gradients = self.gradients()
+        torch._foreach_mul_(gradients, (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).to(gradients[0].device))
 
     def update(self, rate: float) -> None:
         for name, updated in self._updated.items():
@@ -210,12 +198,7 @@ class ShardedModel:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 _set_rate(group, rate)
-            if self._fused:
-                from dagrl.workers.fsdp.kernels import step
-
-                step(optimizer, self._factor)
-            else:
-                optimizer.step()
+            optimizer.step()
         self.zero_gradients()
 
     def reset_optimizer(self) -> None:
