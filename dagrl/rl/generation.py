@@ -145,19 +145,14 @@ class Generated:
         )
 
     def requests(self) -> list[FinishedRequest]:
-        """Returns all rows without padding, as arrays."""
-        experts = self.experts or (None,) * len(self)
-        rows = zip(self.request_ids.tolist(), self.lengths.tolist(), self.finish_reasons, experts, strict=True)
+        """Returns all rows without padding, as arrays: copies, as views would keep the slot of the result in the channel."""
+        experts, inside = self.experts or (None,) * len(self), np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        tokens, logprobs, versions = self.tokens[inside], self.logprobs[inside], self.versions[inside]
+        ends = np.cumsum(self.lengths).tolist()
+        rows = zip(self.request_ids.tolist(), [0, *ends], ends, self.finish_reasons, experts, strict=False)
         return [
-            FinishedRequest(  # copies: a view of a result would keep its slot in the channel
-                request,
-                self.tokens[row, :length].copy(),
-                self.logprobs[row, :length].copy(),
-                self.versions[row, :length].copy(),
-                reason,
-                record,
-            )
-            for row, (request, length, reason, record) in enumerate(rows)
+            FinishedRequest(request, tokens[start:end], logprobs[start:end], versions[start:end], reason, record)
+            for request, start, end, reason, record in rows
         ]
 
 

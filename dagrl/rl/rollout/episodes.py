@@ -98,30 +98,21 @@ class Episode:
 
     def append(self, result: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
-        self._extend(result.tokens, result.logprobs, result.versions, np.zeros(len(result.tokens)), sampled=True)
+        count = len(result.tokens)
+        self._extend(result.tokens, result.logprobs, result.versions, np.ones(count, np.bool_), np.zeros(count, np.int64))
         self.experts = join_records(self.experts, result.experts)
 
     def answer(self, tokens: Sequence[int], media: IntArray | None = None) -> None:
         """Appends the tokens of the environment, with their `media` if it has shown some, and begins a new turn."""
-        version = self.versions[-1] if len(self.versions) else 0
-        shown = np.zeros(len(tokens), np.int64) if media is None else media
-        self._extend(tokens, [0.0] * len(tokens), [version] * len(tokens), shown, sampled=False)
+        nothing, version = np.zeros(len(tokens)), self.versions[-1] if len(self.versions) else 0
+        self._extend(tokens, nothing, np.full(len(tokens), version), nothing, nothing if media is None else media)
         self.turn_start = len(self.tokens)
 
-    def _extend(
-        self,
-        tokens: Sequence[int] | IntArray,
-        logprobs: Sequence[float] | FloatArray,
-        versions: Sequence[int] | IntArray,
-        media: npt.NDArray[Any],
-        *,
-        sampled: bool,
-    ) -> None:
-        first = not len(self.tokens)
-        added = tokens, logprobs, versions, np.full(len(tokens), sampled), media
+    def _extend(self, *added: npt.ArrayLike) -> None:
+        """Appends to each of the `TOKEN_FIELDS`."""
         for (name, dtype), column in zip(TOKEN_FIELDS.items(), added, strict=True):
             more: npt.NDArray[Any] = np.asarray(column, dtype)
-            setattr(self, name, more if first else np.concatenate([getattr(self, name), more]))
+            setattr(self, name, np.concatenate([getattr(self, name), more]) if len(getattr(self, name)) else more)
 
 
 @dataclass(frozen=True)
