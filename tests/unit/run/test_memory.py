@@ -39,8 +39,8 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("4b:dp1", 16, 2048, 4, 103.52),  # .../train-4b.json
     ("0.6b:dp1 policy.megatron_cfg.cuda_graphs=true" + PACKED, 4, 8192, 2, 37.68),  # 1x-.../2026-11-29/train-0.6b-8k.json
     ("4b:dp1" + PACKED, 8, 4096, 2, 104.27),  # 2x-nvidia-h200/2026-11-27/train-4b-4k.json
-    # 4x-nvidia-h200/2026-11-27/grpo-0.6b-512: the size of its microbatches is that of bench peers, which fits its padding.
-    ("0.6b:dp1 policy.sequence_packing.train_mb_tokens=16384" + PACKED, 512, 376, 16, 36.86),
+    # 1x-nvidia-h200/2026-11-30/grpo-0.6b-512: the size of its microbatches is that of bench peers, which fits its padding.
+    ("0.6b:dp1 policy.sequence_packing.train_mb_tokens=16384" + PACKED, 512, 376, 16, 35.93),
     # What torch.compile saves is inferred from these two.
     ("0.6b:dp1" + FSDP, 16, 2048, 8, 35.21),  # 1x-nvidia-h200/2026-11-28/fsdp.json
     ("4b:dp1" + FSDP, 1, 16384, 1, 120.51),  # --sides dagrl --rows 1 --micro 1 --length 16384
