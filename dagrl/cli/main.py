@@ -93,8 +93,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         return INTERRUPTED
     except KeyboardInterrupt:
         _complain("interrupted")
-        if "ray" not in sys.modules and (ended := sys.modules.get("ray._private.worker")):  # its import was interrupted
-            atexit.unregister(ended.shutdown)
+        from dagrl.run.local_cluster import forget_interrupted_import
+
+        forget_interrupted_import()
         return INTERRUPTED
     return 0
 

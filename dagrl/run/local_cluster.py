@@ -4,8 +4,10 @@ This is the only file of dagrl that uses such parts. On a Ray that lacks one of 
 everybody.
 """
 
+import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +57,13 @@ class ProcessGroup:
         """Kills what is left of the group."""
         with self._guard, suppress(ProcessLookupError):
             os.killpg(self._guard.pid, signal.SIGKILL)
+
+
+def forget_interrupted_import() -> None:
+    """Ends no Ray at exit if its import was interrupted: that would import it again, and fail with a traceback."""
+    worker = sys.modules.get("ray._private.worker")
+    if worker is not None and "ray" not in sys.modules:
+        atexit.unregister(worker.shutdown)
 
 
 @contextmanager
