@@ -337,10 +337,10 @@ def _inspect(options: argparse.Namespace) -> None:
     else:
         derived = derive_from_machine(config)
         if derived.open("policy.max_total_sequence_length") and not derived.config.policy.sequence_buckets:
-            text = (
-                "policy.max_total_sequence_length is open: buckets are shown with %d tokens; a run derives it from its data"
+            logger.warning(
+                "policy.max_total_sequence_length is open: buckets are shown with %d tokens; a run derives it from its data",
+                derived.config.policy.max_total_sequence_length,
             )
-            logger.warning(text, derived.config.policy.max_total_sequence_length)
         _print(inspect_config(derived.config, options.phase))
 
 

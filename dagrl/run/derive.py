@@ -374,9 +374,12 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
     needs = [max(map(len, rows), default=0), max((len(prompt) + new for prompt in prompts), default=0)]
     width = math.ceil(max(needs) / ROUND) * ROUND
     shortest = width if room is None else room
-    what = f"the longest prompt, {max(needs) - new} tokens, and {new} new tokens"
-    what = f"the longest example has {max(needs)} tokens" if needs[0] >= needs[1] else what
-    what = what if width <= shortest else f"{what}, but the model has room for {shortest}"
+    if needs[0] >= needs[1]:
+        what = f"the longest example has {max(needs)} tokens"
+    else:
+        what = f"the longest prompt, {max(needs) - new} tokens, and {new} new tokens"
+    if width > shortest:
+        what += f", but the model has room for {shortest}"
     if width:
         derived.set("policy.max_total_sequence_length", min(width, shortest), what)
 
@@ -472,11 +475,8 @@ def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_byte
     ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.models)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
-    parameters, model, memory = (
-        weight_count(hf_config, weight_bytes),
-        Decoder.of(hf_config),
-        derived.gpu_bytes or gpu_memory(),
-    )
+    parameters, model = weight_count(hf_config, weight_bytes), Decoder.of(hf_config)
+    memory = derived.gpu_bytes or gpu_memory()
     training = sum(state_bytes(config.policy, model, parameters).values())
     generation = engine_memory(config, model, memory, parameters).total
     if training + generation <= START_SHARE * memory:

@@ -79,7 +79,9 @@ class Decoder:
         other = {
             "kv_lora_rank": "latent attention",
             "n_shared_experts": "shared experts",
-        } | dict.fromkeys(("layer_types", "layers_block_type"), "layers of several kinds")
+            "layer_types": "layers of several kinds",
+            "layers_block_type": "layers of several kinds",
+        }
         full = {key for key, kinds in sizes.items() if isinstance(kinds, list) and {*map(str, kinds)} == {"full_attention"}}
         unlike = [what for key, what in other.items() if sizes.get(key) and key not in full]
         return cls(
