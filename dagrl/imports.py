@@ -6,13 +6,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import marshal
 import os
 import shutil
 import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,6 +63,30 @@ def keep_bytecode() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache / "dagrl" / "bytecode")
+    with suppress(OSError):
+        _remove_damaged(Path(sys.pycache_prefix))
+
+
+def _remove_damaged(kept: Path) -> None:
+    """Removes bytecode that has changed since the last call and cannot be read, so that Python compiles it again.
+
+    Python itself compiles anew what is empty or of another version, but raises `EOFError: marshal data too short` for a file
+    that a quota or a power failure has cut short (https://github.com/python/cpython/issues/126606).
+    """
+    tag = sys.implementation.cache_tag
+    checked, begun = kept / f"checked.{tag}", kept / f"begun.{tag}"
+    kept.mkdir(parents=True, exist_ok=True)
+    begun.touch()  # the time, by the clock of the file system
+    since = checked.stat().st_mtime_ns if checked.exists() else 0
+    for directory, _, names in os.walk(kept):
+        for path in (os.path.join(directory, name) for name in names if f".{tag}." in name and name.endswith(".pyc")):
+            with suppress(OSError):
+                try:
+                    if os.stat(path).st_ctime_ns >= since:
+                        marshal.loads(Path(path).read_bytes()[16:])  # noqa: S302 - after a header of 16 bytes
+                except (EOFError, ValueError, TypeError):
+                    os.unlink(path)
+    begun.replace(checked)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from inspect import ismodule
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,16 @@ def test_bytecode_is_kept_where_there_is_none(
     ours = str(tmp_path / "dagrl" / "bytecode") if not compiled and not writes and free > 1 << 29 else None
     assert sys.pycache_prefix == ours and os.environ["PYTHONPYCACHEPREFIX"] == (ours or "")
     assert sys.dont_write_bytecode == (ours is None and not writes)
+    if ours:  # what is damaged is compiled again
+        loader, kept = SourceFileLoader("torch", str(source)), Path(importlib.util.cache_from_source(str(source)))
+        loader.get_code("torch")
+        whole = kept.read_bytes()
+        for damaged in (b"", b"wrong" + whole, whole[:10], whole[:16], whole[:40], whole[:-1], whole[:16] + bytes(200)):
+            kept.write_bytes(damaged)
+            sys.pycache_prefix, sys.dont_write_bytecode = None, True
+            keep_bytecode()
+            loader.get_code("torch")
+            assert kept.read_bytes() == whole
 
 
 ROOT = Path(__file__).parents[2]
