@@ -60,10 +60,10 @@ class SequencePackingConfig(Section):
     enabled: bool = derived(False, "GPUs: true; else false")
     """Pack sequences."""
 
-    train_mb_tokens: PositiveInt | None = derived(None, "GPUs: what fits the memory, at most 16384")
+    train_mb_tokens: PositiveInt | None = derived(None, "GPUs: what fits the memory, at most 16384; less for a pipeline")
     """Tokens of a train microbatch. null: `max_total_sequence_length * train_micro_batch_size`."""
 
-    logprob_mb_tokens: PositiveInt | None = derived(None, "GPUs: twice `train_mb_tokens`, if that is derived")
+    logprob_mb_tokens: PositiveInt | None = derived(None, "GPUs: up to twice `train_mb_tokens`, if that is derived")
     """Tokens of a log-probability microbatch. null: `max_total_sequence_length * logprob_batch_size`."""
 
     shared_prefix: bool | Literal["auto"] = "auto"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, model_section, section_key
-from dagrl.config.settings import bucket_widths, generation_config, least_shared, samples_per_step, width_key
+from dagrl.config.settings import LEAST_SHARED, bucket_widths, generation_config, least_shared, samples_per_step, width_key
 from dagrl.data.chat import Chat
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
@@ -32,6 +32,7 @@ from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.memory import Decoder, engine_memory, run_memory, saved_bytes, state_bytes, train_memory, weight_count
 from dagrl.run.model import language_keys
+from dagrl.run.step_time import GPUS, Rows, generated_rows, train_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -142,12 +143,13 @@ def derive_from_data(
 
     `weight_bytes`: bytes of the checkpoint, 0 if unknown.
     """
+    rows, prompts = [*rows], [*prompts]
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
         _unpack_unseparated(derived, hf_config)
     _unshare_prefixes(derived, hf_config)
     if gpus_per_worker(derived.config.cluster):
-        _fit_microbatches(derived, hf_config, weight_bytes)
+        _fit_microbatches(derived, rows, prompts, hf_config, weight_bytes)
         if derived.colocated:
             _fit_shared_cache(derived, hf_config, weight_bytes)
             _start_together(derived, hf_config, weight_bytes)
@@ -402,8 +404,13 @@ def _unshare_prefixes(derived: Derived, hf_config: Mapping[str, Json]) -> None:
             derived.set(key, False, f"the model has {what}")
 
 
-def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
-    """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave."""
+def _fit_microbatches(
+    derived: Derived, rows: Sequence[Sized], prompts: Sequence[Sized], hf_config: Mapping[str, Json], weight_bytes: int
+) -> None:
+    """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave.
+
+    Pipelines have fewer if the smaller bubble of more microbatches is predicted to make a step shorter.
+    """
     config, packing = derived.config, "policy.sequence_packing"
     fsdp = config.policy.backend == "fsdp"
     recompute = f"{FSDP if fsdp else MEGATRON}.activation_checkpointing"
@@ -421,8 +428,12 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * room) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
     exceeds = f"the activations of {width} tokens exceed {reason}" if fitting < width else ""
-    derived.set(f"{packing}.train_mb_tokens", tokens, "one sequence of the greatest length" if exceeds else reason)
-    derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
+    best = _pipelined_tokens(derived, rows, prompts, model, 2 * tokens)
+    filled = f"enough microbatches for {layout.pp} pipeline stages, by the predicted time of a step"
+    reason = filled if best < tokens else "one sequence of the greatest length" if exceeds else reason
+    derived.set(f"{packing}.train_mb_tokens", min(tokens, best), reason)
+    reason = filled if best < 2 * tokens else "twice those of training: no activations are kept"
+    derived.set(f"{packing}.logprob_mb_tokens", best, reason)
     if exceeds:
         kinds: list[str | bool] = ["none", "selective", "full", "offloaded"] if fsdp else [False, True]
         unsure = derived.generates or bool(model.unlike)  # engines take memory, too
@@ -431,6 +442,37 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
         found = next((kind for kind, size in needed.items() if size <= 0.9 * memory), kinds[-1])
         if found not in ("none", False):
             derived.set(recompute, found, exceeds)
+
+
+def _pipelined_tokens(derived: Derived, rows: Sequence[Sized], prompts: Sequence[Sized], model: Decoder, most: int) -> int:
+    """Returns the tokens of a microbatch, up to `most`, with which an optimizer step is predicted to be shortest.
+
+    A pipeline of `pp` stages is idle for (pp - 1) / (m + pp - 1) of a step of `m` microbatches: for a fifth with 4 (pp - 1),
+    and no more are tried, as kernels of fewer tokens are slower than predicted. Completions are taken to have half of
+    their limit on average. A row has room for all samples of a prompt whose tokens they share.
+    """
+    config, policy = derived.config, derived.config.policy
+    width, layout, group = bucket_widths(policy)[-1], policy.train_layout, config.grpo.num_generations_per_prompt
+    if layout.pp == 1:
+        return most
+    if derived.generates:
+        half = generation_config(config).max_new_tokens / 2
+        batch = generated_rows(config, [len(prompt) for prompt in prompts] or [PROMPT_TOKENS], half)
+    else:
+        lengths = [len(row) for row in rows] or [width]
+        batch = Rows(lengths, sum(lengths))
+    sides = 2 if derived.algorithm.learns_from == "preferences" else 1
+    batch = batch.take(math.ceil(sides * policy.train_global_batch_size / layout.dp))
+    computed = batch.tokens * (1 - batch.saved)
+    least = max(width, math.ceil(group * computed / len(batch.lengths)) if batch.saved >= LEAST_SHARED else 0)
+    counts = range(1, 4 * (layout.pp - 1) + 1)
+    choices = {min(most, max(least, math.ceil(computed / count / ROUND) * ROUND)) for count in counts}
+
+    def seconds(tokens: int) -> float:
+        policy = config.with_keys({"policy.sequence_packing.train_mb_tokens": tokens}).policy
+        return sum(train_time(policy, model, GPUS["H200"], batch)[0].values())
+
+    return min(sorted(choices), key=seconds)
 
 
 def gpu_memory() -> int:

@@ -22,6 +22,7 @@ from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.model import character_tokenizer
 from dagrl.workers.fsdp import FsdpWorker
+from dagrl.workers.train.row_plans import pack
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
@@ -157,6 +158,32 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
     tokens = policy.sequence_packing.train_mb_tokens
     assert policy.megatron_cfg.activation_checkpointing == checkpointing
     assert tokens is not None and policy.max_total_sequence_length <= tokens <= 16384
+
+
+LARGE = {**QWEN3_06B, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+PIPELINED = [(2, 1, 512, 128, 4), (4, 1, 512, 128, 12), (4, 2, 1024, 128, 12), (4, 1, 8, 8192, 8)]
+
+
+@pytest.mark.parametrize(("pp", "dp", "sequences", "length", "count"), PIPELINED)
+def test_pipelines_have_enough_microbatches(machine: Any, pp: int, dp: int, sequences: int, length: int, count: int) -> None:
+    """Idle stages take (pp - 1) / (count + pp - 1): a fifth, if a shard has the sequences."""
+    machine(8, 1000)
+    layout = {"pipeline_model_parallel_size": pp, "data_parallel_size": dp}
+    for model in (LARGE, QWEN3_06B):  # launches of small kernels take longer than a bubble
+        config = minimal("sft", policy={"megatron_cfg": layout, "train_global_batch_size": sequences})
+        derived = derive.derive_from_machine(config)
+        derive.derive_from_data(derived, [range(length)] * 200, [], model, WEIGHTS)
+        packing = derived.config.policy.sequence_packing
+        assert packing.train_mb_tokens is not None and packing.train_mb_tokens == packing.logprob_mb_tokens
+        made = len(pack([length] * (sequences // dp), packing.train_mb_tokens))
+        assert made == count if model is LARGE or count < 12 else made < count
+
+
+def test_rows_of_a_pipeline_hold_the_samples_of_a_shared_prompt(machine: Any) -> None:
+    machine(4, 1000)
+    policy = {"megatron_cfg": {"pipeline_model_parallel_size": 4}, "generation": {"max_new_tokens": 64}}
+    config = resolve(minimal(policy=policy, grpo={"num_prompts_per_step": 8}), prompts=4000).config
+    assert 4000 + 16 * 24 < (config.policy.sequence_packing.train_mb_tokens or 0) < 2 * 4000
 
 
 RECOMPUTED = [(1, 4096, "none"), (1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")]
