@@ -6,12 +6,13 @@ metrics of each step, progress on the terminal, the workers' trace, and the fina
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from dagrl.config import Config, GrpoConfig, Json, PreferenceConfig, SftConfig
+from dagrl.config import Config, GrpoConfig, Json, PolicyConfig, PreferenceConfig, SftConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import TRAIN
 from dagrl.errors import RunError, StopRequestedError
@@ -26,12 +27,15 @@ from dagrl.run.resume import REFERENCE
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.stop import StopSignal
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.telemetry.metrics import GRAD_NORM, MASKED_MINIBATCHES
+from dagrl.telemetry.metrics import GRAD_NORM, MASKED_MINIBATCHES, SHARED_PREFIXES
 from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths, RunRecord
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
+logger = logging.getLogger(__name__)
+
+LITTLE_SHARED = 0.05  # share of a batch's tokens
 TRACE_PERIOD = 20  # steps between two collections of the workers' trace events
 
 LIMIT_KEY = "policy.optimizer.max_skipped_steps"
@@ -45,6 +49,19 @@ ZERO = (
 )
 
 NOT_FINITE = "the gradient norm was {norm:g}: the loss overflows for these batches, or the weights are not finite"
+
+
+def log_sharing(policy: PolicyConfig, share: float) -> None:
+    """Logs the `share` of a batch's tokens that shared prefixes save, if they are set, and what to do if it is little."""
+    if policy.sequence_packing.shared_prefix is True and share >= LITTLE_SHARED:
+        logger.info("shared prefixes save %.0f %% of the tokens", 100 * share)
+    elif policy.sequence_packing.shared_prefix is True:
+        logger.warning(
+            "policy.sequence_packing.shared_prefix is true, but saves %.1f %% of the tokens: few sequences begin like those "
+            "before them, or two do not fit a row of %d tokens. Raise train_mb_tokens, or set shared_prefix=false",
+            100 * share,
+            policy.microbatch_tokens("train"),
+        )
 
 
 @dataclass(frozen=True)
@@ -217,6 +234,8 @@ class Session:
         if self.checkpoints.due(step) and self.recorder.rollouts is not None:
             self.recorder.rollouts.flush()  # a resumed run does not take the step again
         self.recorder.step(stage.name, step, step - stage.after, stage.last - stage.after, metrics)
+        if step == stage.after + 1 and not (stage.name == "sft" and self.plan.generates):
+            log_sharing(self.config.policy, metrics.get(SHARED_PREFIXES, 0.0))
         self.updates.count(metrics, self.config.policy.optimizer.max_skipped_steps)
         self.checkpoints.finish_step(TrainState(step, counters, metric))
         self.stop.check()

@@ -277,10 +277,12 @@ def image_groups(batch: Batch) -> list[PrefixGroup]:
 def divided(groups: Sequence[PrefixGroup], lengths: npt.NDArray[np.int64], budget: int) -> Iterator[tuple[int, PrefixGroup]]:
     """Yields parts of the groups that fit `budget` tokens, each with the number of its group.
 
-    Parts have up to half the budget, so that microbatches can be filled evenly; up to all of it if the prefix is long.
+    Parts have up to half the budget, so that microbatches can be filled evenly; up to all of it if the prefix is long, or if
+    half has no room for two rows of average length.
     """
     for number, group in enumerate(groups):
-        limit = budget // 2 if 4 * group.shared <= budget else budget
+        two = 2 * int(lengths[[*group.rows]].mean()) - group.shared
+        limit = budget // 2 if 4 * group.shared <= budget and 2 * two <= budget else budget
         part, tokens = list[int](), group.shared
         for row in group.rows:
             own = int(lengths[row]) - group.shared

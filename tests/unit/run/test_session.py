@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from dagrl.config import Config
+from dagrl.config import Config, PolicyConfig
 from dagrl.config.plan import RunPlan
 from dagrl.data import Sampler, open_sampler
 from dagrl.data.tokenization import Demonstration, Prompt
@@ -31,7 +31,7 @@ from dagrl.run.plans import train_buckets
 from dagrl.run.preflight import Inputs, limit_steps
 from dagrl.run.replays import CountedReplay, Replays
 from dagrl.run.resume import REFERENCE, NoStepsLeftError, check_reference, check_stage, check_steps_left
-from dagrl.run.session import LastStep, Session, Stage, UpdateCount
+from dagrl.run.session import LastStep, Session, Stage, UpdateCount, log_sharing
 from dagrl.run.start import run_session, with_absolute_paths
 from dagrl.run.stop import StopSignal
 from dagrl.runtime.replay import Replay, ReplayTiming
@@ -74,6 +74,17 @@ def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, ca
     replay_batch(replays, "train_step", Batch({"loss_mask": np.ones((1, 2)), "lengths": np.array([2])}), step=7)
     told = f"step 7: gradient norm is {norm}: optimizer step skipped, weights unchanged (2 so far)"
     assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
+
+
+SHARED = [(True, 0.4, "save 40 %"), (True, 0.0, "20 tokens. Raise"), ("auto", 0.0, "")]
+
+
+@pytest.mark.parametrize(("chosen", "share", "told"), SHARED)
+def test_shared_prefixes_that_save_little_are_logged(chosen: Any, share: float, told: str, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    packing = {"shared_prefix": chosen, "train_mb_tokens": 20}
+    log_sharing(PolicyConfig.model_validate({"sequence_packing": packing}), share)
+    assert told in caplog.text and bool(caplog.text) == bool(told)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

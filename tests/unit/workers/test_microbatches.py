@@ -186,6 +186,15 @@ def test_the_samples_of_a_prompt_share_all_but_its_last_token() -> None:
         assert split_batch(batch, rule, place()).filled == 83
 
 
+@pytest.mark.parametrize(("budget", "saved"), [(24, 0), (48, 14), (96, 21)])
+def test_long_samples_share_a_prompt_where_two_fit(budget: int, saved: int) -> None:
+    """Four rows of 24 tokens begin with the same eight, of which seven can be shared."""
+    batch, rule = make_batch([WIDTH] * 4), replace(RULES["packed"], tokens=budget, least_shared=0.0)
+    tokens, mask = batch["tokens"].copy(), np.tile(np.arange(WIDTH) >= 8, (4, 1)).astype(np.float32)
+    tokens[:, :8] = tokens[0, :8]
+    assert split_batch(batch.with_fields(tokens=tokens, loss_mask=mask), rule, place()).saved.sum() == saved
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("kind", RULES)
 def test_padding_repeats_the_batchs_own_tokens_evenly(kind: str, cp: int) -> None:
