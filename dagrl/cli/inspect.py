@@ -76,8 +76,9 @@ def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
     inputs, limit = read_data(config, gpu)[0], gpu or math.inf
     plan = RunPlan.of(inputs.config)
     roles = run_memory(inputs.config, plan, inputs.hf_config, limit)
-    check_memory(plan, roles, limit)
-    return memory_table(plan, roles, limit)
+    share = gpus_per_worker(config.cluster)
+    check_memory(plan, roles, limit, share)
+    return memory_table(plan, roles, limit, share)
 
 
 def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Config, list[PhaseTime]]:
@@ -98,7 +99,7 @@ def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Con
         count = config.policy.train_global_batch_size * (2 if pairs else 1)
         rows = Rows([len(row) for row in data], float(sum(row.loss_mask.sum() for row in data))).take(count)
     memory = run_memory(config, plan, inputs.hf_config, rates.capacity)
-    check_memory(plan, memory, rates.capacity)
+    check_memory(plan, memory, rates.capacity, gpus_per_worker(config.cluster))
     return config, run_times(config, plan, inputs.hf_config, rates, rows, memory)
 
 

@@ -40,7 +40,7 @@ class VllmConfig(Section):
     """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
     less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
 
-    gpu_memory_utilization: float = derived(0.6, "0.6 if colocated, else 0.85", gt=0, lt=1)
+    gpu_memory_utilization: float = derived(0.6, "0.6 if colocated, else 0.85 x gpus_per_worker", gt=0, lt=1)
     """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
 
     kv_cache_memory_bytes: PositiveInt | None = derived(

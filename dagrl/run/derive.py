@@ -267,7 +267,9 @@ def _use_gpus(derived: Derived) -> None:
     if derived.open(f"{ENGINE}.kv_cache_memory_bytes"):
         derived.set(f"{ENGINE}.kv_cache_memory_bytes", None, "GPUs: what gpu_memory_utilization leaves")
         if not derived.colocated:
-            derived.set(f"{ENGINE}.gpu_memory_utilization", 0.85, "the engine has a GPU of its own")
+            part = min(1.0, gpus_per_worker(derived.config.cluster))
+            own = "a GPU of its own" if part == 1 else f"{part:g} of a GPU"
+            derived.set(f"{ENGINE}.gpu_memory_utilization", round(0.85 * part, 3), f"the engine has {own}")
     engines = generation_config(derived.config).vllm_cfg.data_parallel_size
     share = min(512, math.ceil(samples_per_step(derived.config) / engines))
     derived.set(f"{ENGINE}.max_num_seqs", share, "GPUs: an engine's share of a batch, at most 512")
@@ -415,7 +417,8 @@ def _fit_microbatches(
     fsdp = config.policy.backend == "fsdp"
     recompute = f"{FSDP if fsdp else MEGATRON}.activation_checkpointing"
     keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", recompute)
-    memory = derived.gpu_bytes or gpu_memory()
+    part = 1.0 if derived.colocated else min(1.0, gpus_per_worker(config.cluster))
+    memory = part * (derived.gpu_bytes or gpu_memory())
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
     layout, width = config.policy.train_layout, config.policy.max_total_sequence_length

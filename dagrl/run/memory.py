@@ -326,25 +326,36 @@ def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu
     return [replace(train, parts={**train.parts, **copies}, state=train.state + sum(copies.values())), *roles[1:]]
 
 
-def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None:
-    """Raises ConfigError if what must be on a GPU at once, whatever the batch, is more than it has, or a microbatch is.
-
-    Roles whose memory is not predicted are not checked.
+def sharing_roles(plan: RunPlan, roles: Sequence[RoleMemory], share: float) -> list[list[RoleMemory]]:
+    """Returns the roles that have memory of one GPU at once: colocated ones, and those that take a `share` of a GPU each
+    (`cluster.gpus_per_worker`). If a GPU has not enough shares for all of these, the largest are taken to meet there.
     """
     together = [role for role in roles if role.role in plan.sharing and not plan.takes_turns]
-    for group in (*([role] for role in roles), together):
+    apart = sorted((role for role in roles if role.role not in plan.sharing), key=lambda role: -role.total)
+    largest = apart[: int(1 / share)] if 0 < share < 1 else []
+    return [group for group in (together, [role for role in roles if role in largest]) if len(group) > 1]
+
+
+def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: float = 1.0) -> None:
+    """Raises ConfigError if what must be on a GPU at once, whatever the batch, is more than it has, or a microbatch is.
+
+    Roles whose memory is not predicted are not checked. `share`: as `sharing_roles` has it.
+    """
+    groups = sharing_roles(plan, roles, share)
+    for group in (*([role] for role in roles), *groups):
         state = sum(role.state for role in group)
         if state > gpu and not any(role.unknown for role in group):
             names = " and ".join(role.role for role in group)
-            turns = ", policy.generation.colocated.exchange=auto" if len(group) > 1 else ""
+            turns = ", policy.generation.colocated.exchange=auto" if group[0].role in plan.sharing else ""
+            turns = ", cluster.gpus_per_worker=1" if share < 1 and not turns else turns
             raise ConfigError(
                 f"{names} workers need {state / GIB:.1f} GiB of a GPU before any batch (`dagrl inspect --memory`), but "
                 f"it has {gpu / GIB:.1f} GiB; spread them over more GPUs (tensor_model_parallel_size, "
                 "use_distributed_optimizer, with policy.backend=fsdp data_parallel_size), or choose a smaller model or KV "
-                f"cache{turns}"
+                f"cache{turns if len(group) > 1 else ''}"
             )
     for role in roles:
-        others = sum(other.state for other in together if other is not role) if role in together else 0.0
+        others = sum(other.state for group in groups if role in group for other in group if other is not role)
         if "activations" in role.parts and role.total + others > gpu and not role.unknown:
             beside = f" beside the {others / GIB:.1f} GiB of other roles" if others else ""
             raise ConfigError(
@@ -355,8 +366,8 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> None
             )
 
 
-def memory_table(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> str:
-    """Returns the memory of each role in GiB."""
+def memory_table(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: float = 1.0) -> str:
+    """Returns the memory of each role in GiB. `share`: as `sharing_roles` has it."""
     limit = f" of {gpu / GIB:.1f}" if math.isfinite(gpu) else ""
     lines = ["memory of a GPU at the peak, in GiB (tensors alone, without CUDA, NCCL and fragmentation)"]
     for role in roles:
@@ -364,10 +375,12 @@ def memory_table(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float) -> str:
         lines += [f"  {part:<28}{size / GIB:8.1f}" for part, size in role.parts.items()]
         lines.append(f"  {'total':<28}{role.total / GIB:8.1f}{limit}{', no prediction' if role.unknown else ''}")
         lines += [f"  {reason}" for reason in role.unknown]
-    if plan.sharing:
-        names, sizes = " and ".join(plan.sharing), [role.total for role in roles if role.role in plan.sharing]
-        how, size = ("take turns on a GPU", max(sizes)) if plan.takes_turns else ("share a GPU", sum(sizes))
-        lines.append(f"{names} {how}: {size / GIB:.1f}{limit}")
+    turns = [role for role in roles if role.role in plan.sharing and plan.takes_turns]
+    for group in (turns, *sharing_roles(plan, roles, share)):
+        sizes = [role.total for role in group]
+        how, size = ("take turns on", max(sizes, default=0.0)) if group is turns else ("share", sum(sizes))
+        if group:
+            lines.append(f"{' and '.join(role.role for role in group)} {how} a GPU: {size / GIB:.1f}{limit}")
     return "\n".join(lines) + "\n"
 
 

@@ -213,9 +213,10 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
         result()
     _check_positions(inputs, plan)
     check_settings(inputs.config, plan)
-    gpu = gpu_memory() if config.cluster.address is None and gpus_per_worker(config.cluster) else 0
+    share = gpus_per_worker(config.cluster)
+    gpu = gpu_memory() if config.cluster.address is None and share else 0
     if gpu and derived.open("policy.worker", "policy.generation.worker"):
-        check_memory(plan, run_memory(inputs.config, plan, inputs.hf_config, gpu), gpu)
+        check_memory(plan, run_memory(inputs.config, plan, inputs.hf_config, gpu), gpu, share)
     warn_of_settings(inputs.config, plan)
     _check_metric(inputs, plan)
     if plan.generates:

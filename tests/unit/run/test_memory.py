@@ -156,6 +156,21 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
         assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
 
 
+SHARES = [(1.0, 86, None), (0.5, 93, "cache, cluster.gpus_per_worker=1"), (0.5, 112, "beside the 27.5"), (0.5, 120, None)]
+
+
+@pytest.mark.parametrize(("share", "gib", "needs"), SHARES)
+def test_roles_with_parts_of_a_gpu_are_added_up(share: float, gib: int, needs: str | None) -> None:
+    """Training takes 67.4 GiB before a batch and 85.8 at its peak, the engine 27.5 and 33.5."""
+    config = grpo("never", 20 << 30).with_keys({"policy.generation.colocated.enabled": False})
+    plan, gpu = RunPlan.of(config), gib * GIB
+    roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, gpu)
+    with nullcontext() if needs is None else pytest.raises(ConfigError, match=needs):
+        check_memory(plan, roles, gpu, share)
+        table = memory_table(plan, roles, gpu, share)
+        assert ("train and generation share a GPU: 119.3" in table) == (share < 1) and "turns" not in table
+
+
 def test_workers_of_ones_own_are_not_predicted() -> None:
     config = grpo("never", 20 << 30).with_keys({"policy.worker": "mine:Worker", "policy.generation.worker": "mine:Engine"})
     roles = run_memory(config, RunPlan.of(config), SHAPES["qwen3-4b"].config, GIB)
