@@ -24,7 +24,7 @@ import ray
 
 from dagrl.bench import harness, verl_steps
 from dagrl.bench.harness import Contest, Take, Turn
-from dagrl.bench.report import count
+from dagrl.cli.numbers import count
 from dagrl.config import ClusterConfig
 from dagrl.errors import MissingDependencyError
 from dagrl.run.cluster import ray_cluster
@@ -37,7 +37,7 @@ MODES = {"DP_COMPUTE_PROTO": "proto", "n-d, TensorDict": "over_mesh"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     harness.add_arguments(parser, rounds=30)
     parser.add_argument("--workers", type=count, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
-    parser.add_argument("--bytes", type=int, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")
+    parser.add_argument("--bytes", type=count, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")
     parser.add_argument("--step-workers", type=count, nargs="*", default=[2], help="numbers of workers of training steps")
 
 

@@ -29,7 +29,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dagrl.bench.report import BenchReport, Row, check_plot, command_line, commit, count, plot, print_rows, shown
+from dagrl.bench.report import BenchReport, Row, check_plot, command_line, commit, plot, print_rows, shown
+from dagrl.cli.numbers import count, positive
 from dagrl.errors import ConfigError, DagrlError, RunError
 from dagrl.machine import gpu_count
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3) -> None:
     """Adds the options that all benchmarks have."""
     parser.add_argument("--rounds", type=count, default=rounds, help="turns of each side (default: %(default)s)")
     parser.add_argument(
-        "--deadline", type=float, metavar="S", help="skip what would not finish within S seconds, and report it"
+        "--deadline", type=positive, metavar="S", help="skip what would not finish within S seconds, and report it"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the rows to this JSON file")
     parser.add_argument("--plot", type=Path, metavar="F", help="plot the rows to this file (png, svg)")

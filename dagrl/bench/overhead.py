@@ -36,8 +36,8 @@ from ray.dag import DAGContext, InputNode, MultiOutputNode
 from dagrl import Batch, Bucket, Field, Input, ParallelLayout, Scheduler, SchedulerOptions, Shard, Value, WorkerGroup, phase
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn
-from dagrl.bench.report import count
 from dagrl.bench.worker import SMALL, BenchWorker, payload
+from dagrl.cli.numbers import count, positive, whole
 from dagrl.config import ClusterConfig
 from dagrl.run.cluster import PRIORITY, ray_cluster
 from dagrl.runtime.phase import Phase
@@ -137,8 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=_list(count), help="bytes of a result, besides the small one")
     parser.add_argument("--shapes", type=_list(_one_of(PHASES)), help=f"any of {', '.join(PHASES)}")
     parser.add_argument("--sides", type=_one_of(SIDES), nargs="+", help=f"any of {'; '.join(SIDES)}")
-    parser.add_argument("--seconds", type=float, help="length of a turn")
-    parser.add_argument("--replays", type=int, help="replays whose 99th percentile is measured; 0: none")
+    parser.add_argument("--seconds", type=positive, help="length of a turn")
+    parser.add_argument("--replays", type=whole, help="replays whose 99th percentile is measured; 0: none")
     parser.add_argument("--replay-workers", type=count, help="of so many workers, at most (default: 8)")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn
-from dagrl.bench.report import Row, count
+from dagrl.bench.report import Row
+from dagrl.cli.numbers import count, positive
 from dagrl.errors import ConfigError, RunError
 from dagrl.runtime.store import reserve_port
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=10, help="transfers of a turn")
     parser.add_argument("--no-rivals", action="store_true", help="skip the broadcasts and vLLM's own transfers")
     parser.add_argument("--names", nargs="*", help="of --architectures: only these; default: all that vLLM lists")
-    parser.add_argument("--seconds", type=float, default=240, help="of --architectures: deadline of one")
+    parser.add_argument("--seconds", type=positive, default=240, help="of --architectures: deadline of one")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,6 +1,5 @@
 """Reports of benchmarks: a JSON file with rows, hardware, versions, command and commit; a table; a plot."""
 
-import argparse
 import json
 import os
 import platform
@@ -90,13 +89,6 @@ class BenchReport:
     def read(cls, path: Path) -> Self:
         """Reads a report that `write` wrote."""
         return cls(**json.loads(path.read_text()))
-
-
-def count(text: str) -> int:
-    """Parses an option that is 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected a number of 1 or more")
-    return int(text)
 
 
 def command_line() -> str:

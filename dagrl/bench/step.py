@@ -23,7 +23,8 @@ import yaml
 
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Turn, medians, train_run
-from dagrl.bench.report import Row, count
+from dagrl.bench.report import Row
+from dagrl.cli.numbers import count
 from dagrl.errors import ConfigError, RunError
 
 CONFIG = Path(__file__).with_name("step_simulated.yaml")

@@ -32,7 +32,8 @@ from dagrl import ParallelLayout
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn, execute, medians, process_environment, train_run
 from dagrl.bench.models import SHAPES, ModelShape, write_with_tokenizer
-from dagrl.bench.report import Row, count
+from dagrl.bench.report import Row
+from dagrl.cli.numbers import count
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus
 from dagrl.runtime.store import reserve_port

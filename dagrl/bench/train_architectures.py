@@ -35,6 +35,7 @@ from dagrl.bench.forked import own_threads, reason_of, run_forked
 from dagrl.bench.tiny_configs import tiny_model, transformers_class
 from dagrl.channels import ChannelSpec
 from dagrl.channels.spec import ChannelKind
+from dagrl.cli.numbers import positive
 from dagrl.config import Config, OptimizerConfig
 from dagrl.machine import gpu_count
 from dagrl.refit import TIED_HEAD, plan_refit
@@ -138,7 +139,7 @@ def run_table(document: str, names: Sequence[str], layouts: Sequence[str], prepa
     parser.add_argument("--names", nargs="+", choices=names, metavar="NAME")
     parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seconds", type=positive, default=300.0)
     options = parser.parse_args()
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)

@@ -14,15 +14,15 @@ import gc
 import importlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dagrl.cli.numbers import count, finite, positive, whole
 from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import keep_bytecode, require_package
@@ -158,14 +158,14 @@ def _parser() -> argparse.ArgumentParser:
     add_config(inspect)
     text = "print the first N examples of the run as tokens: what is trained, where it ends, and what the template adds"
     shown = inspect.add_mutually_exclusive_group()
-    shown.add_argument("--text", metavar="N", type=int, nargs="?", const=3, help=f"{text} (default: 3)")
+    shown.add_argument("--text", metavar="N", type=count, nargs="?", const=3, help=f"{text} (default: 3)")
     shown.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
     shown.add_argument("--memory", action="store_true", help="predict the memory that each role takes of a GPU")
     shown.add_argument("--time", metavar="GPU", help="predict the seconds of a step, by phase, on a GPU such as H200")
     text = "memory of a GPU for --memory (default: this machine's)"
-    inspect.add_argument("--gpu-memory", metavar="GIB", type=_positive, help=text)
+    inspect.add_argument("--gpu-memory", metavar="GIB", type=positive, help=text)
     text = "mean tokens of a completion for --time (default: forced_lengths, or max_new_tokens)"
-    inspect.add_argument("--completion", metavar="N", type=_positive, help=text)
+    inspect.add_argument("--completion", metavar="N", type=positive, help=text)
 
     evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
     add_config(evaluate)
@@ -174,10 +174,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", metavar="DIR", action="append", help=checkpoint)
     standard = "a standard set, instead of held-out prompts: gsm8k, math500, ... (see evaluation.sets); repeatable"
     add("--set", metavar="NAME[=PATH]", action="append", help=standard)
-    add("--samples", metavar="N", type=int, default=8, help="sampled completions of a prompt (default: 8)")
-    add("--k", metavar="K", type=int, action="append", help="a k of pass@k; repeatable (default: 1 and N)")
-    add("--right-from", metavar="R", type=float, default=1.0, help="reward of a right completion (default: 1)")
-    add("--limit", metavar="N", type=int, help="prompts (default: grpo.max_val_samples; of a set all)")
+    add("--samples", metavar="N", type=whole, default=8, help="sampled completions of a prompt (default: 8)")
+    add("--k", metavar="K", type=count, action="append", help="a k of pass@k; repeatable (default: 1 and N)")
+    add("--right-from", metavar="R", type=finite, default=1.0, help="reward of a right completion (default: 1)")
+    add("--limit", metavar="N", type=count, help="prompts (default: grpo.max_val_samples; of a set all)")
     add("--no-greedy", action="store_true", help="no greedy completion")
     add("--train", action="store_true", help="on the prompts that training uses, not on held-out ones")
     add("--json", metavar="F", type=Path, help="write the metrics, and every completion with its reward, to F")
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
 
     replay = command("replay", _replay, "put a step's recorded samples under another loss, advantage or filter")
     replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
-    replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
+    replay.add_argument("--step", metavar="K", type=count, required=True, help="a step that the run has recorded")
     add_overrides(replay)
 
     certify = command("certify", _certify, "execute golden runs again in this environment, and name what differs")
@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONFIG",
         help="record the first steps of each stage of CONFIG, with overrides, as the run GOLDEN",
     )
-    add("--steps", metavar="N", type=int, default=3, help="steps of each stage to record (default: 3)")
+    add("--steps", metavar="N", type=count, default=3, help="steps of each stage to record (default: 3)")
     add("--measure", action="store_true", help="set the bounds of GOLDEN by what differs here, where nothing is wrong")
     add("--json", metavar="F", type=Path, help="write the certificates to F")
     certify.set_defaults(overrides=[])
@@ -209,9 +209,15 @@ def _parser() -> argparse.ArgumentParser:
     add = view.add_argument
     add("runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other")
     add("--host", default="127.0.0.1", help="address to serve at (default: this machine only)")
-    add("--port", type=int, default=8365, help="port to serve at (default: 8365; 0: any free one)")
+    add("--port", type=whole, default=8365, help="port to serve at (default: 8365; 0: any free one)")
     add("--export", metavar="F", type=Path, help="write one HTML file that needs no server, and exit")
-    add("--samples", metavar="N", type=int, default=1000, help="conversations of a run in the exported file (default: 1000)")
+    add(
+        "--samples",
+        metavar="N",
+        type=whole,
+        default=1000,
+        help="conversations of a run in the exported file (default: 1000)",
+    )
 
     bench = commands.add_parser(
         "bench",
@@ -226,13 +232,6 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "show versions, GPUs and known problems of this machine")
     return parser
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"found {text!r}; expected a number above 0")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -24,7 +24,6 @@ from dagrl.data.encoder import shared
 from dagrl.data.examples import Message
 from dagrl.data.messages import THOUGHTS, with_parsed_arguments
 from dagrl.data.tokenization import Demonstration, Prompt, Row, turns_of
-from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ def text_report(config: Config, count: int, console: Console) -> str:
     """
     from rich.text import Text
 
-    if count < 1:
-        raise ConfigError(f"--text {count}: expected: 1 or more examples")
     inputs, examples = read_data(config)
     by_source: dict[str, list[Example]] = {}  # a task may give several the same
     for example in examples:

@@ -32,8 +32,6 @@ def serve(directories: Sequence[Path], host: str, port: int) -> None:
 
 def export(directories: Sequence[Path], file: Path, most_samples: int) -> None:
     """Writes the page with its data. Raises ConfigError for what is not a run."""
-    if most_samples < 0:
-        raise ConfigError(f"--samples is {most_samples}; expected 0 or more")
     runs = _open(directories)
     write_whole(file, exported_page(runs, most_samples))
     logger.info("wrote %s (%.1f MB)", file, file.stat().st_size / 1e6)

@@ -90,8 +90,6 @@ def check_evaluation(config: Config, wanted: Evaluation) -> None:
     """Raises ConfigError for what cannot be evaluated."""
     if not RunPlan.of(config).generates:
         raise ConfigError("an evaluation generates and rewards completions; add algorithm=grpo and reward.function=...")
-    if wanted.samples < 0:
-        raise ConfigError(f"--samples is {wanted.samples}; expected 0 or more")
     if not wanted.samples and not wanted.greedy:
         raise ConfigError("nothing to generate: raise --samples, or leave --no-greedy out")
     wrong = [k for k in wanted.ks if not 1 <= k <= wanted.samples]

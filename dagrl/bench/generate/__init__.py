@@ -22,8 +22,9 @@ from typing import Any
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn, execute
 from dagrl.bench.models import write_with_tokenizer
-from dagrl.bench.report import Row, count
+from dagrl.bench.report import Row
 from dagrl.bench.workloads import RolloutCase, rollout_case
+from dagrl.cli.numbers import count
 
 KV_SHARE = 0.8
 OURS, THEIRS = "dagrl.bench.generate.ours", "dagrl.bench.generate.vllm"

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from dagrl.bench.gpu.jobs import Job, jobs
 from dagrl.bench.harness import ROOT, run_process
-from dagrl.bench.report import commit, count, hardware, output_of, versions
+from dagrl.bench.report import commit, hardware, output_of, versions
+from dagrl.cli.numbers import count
 from dagrl.errors import RunError
 from dagrl.machine import gpus
 

@@ -29,9 +29,10 @@ import yaml
 from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn, execute, medians, train_run
 from dagrl.bench.models import SHAPES, write_with_tokenizer
-from dagrl.bench.report import Row, count
+from dagrl.bench.report import Row
 from dagrl.bench.train import sft_config
 from dagrl.bench.workloads import MODELS, PROMPT, RolloutCase, grpo_config, rollout_case
+from dagrl.cli.numbers import count, share, whole
 from dagrl.errors import ConfigError
 
 SFT_MICROBATCH = 8
@@ -77,12 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers = "dagrl's train workers, each a side, or none; default: megatron, or fsdp"
     parser.add_argument("--backends", nargs="*", choices=BACKENDS, help=workers)
     parser.add_argument("--keys", nargs="+", default=[], metavar="A.B=C", help="further keys of dagrl's runs")
-    parser.add_argument("--settling", type=int, default=2, help="first steps of a turn, which do not count (default: 2)")
+    parser.add_argument("--settling", type=whole, default=2, help="first steps of a turn, which do not count (default: 2)")
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
     parser.add_argument("--prompt", type=count, default=PROMPT, help="tokens of a prompt without an image")
     parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
     parser.add_argument(
-        "--kv-share", type=float, default=0.4, metavar="F", help="most of the GPU for KV cache (default: 0.4)"
+        "--kv-share", type=share, default=0.4, metavar="F", help="most of the GPU for KV cache (default: 0.4)"
     )
     parser.add_argument("--median", type=count, help="median tokens of a completion, if lengths differ")
     parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
@@ -121,7 +122,7 @@ def contest(text: str, options: argparse.Namespace, peers: Mapping[str, Peer], d
         opened: Callable[[], Any] = partial(grpo_sides, case, options, peers, directory)
     else:
         texts = [name for name, shape in MODELS.items() if not SHAPES[shape].images]
-        if model not in texts or not sequences.isdecimal():
+        if model not in texts or not sequences.isdecimal() or int(sequences) < 1:
             raise ConfigError(f"case {text!r}: expected a model of {', '.join(texts)} and a number of sequences")
         micro = min(options.micro or SFT_MICROBATCH, int(sequences))
         sizes = {"tokens": int(sequences) * options.length, "length": options.length, "micro": micro}
