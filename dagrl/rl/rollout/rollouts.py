@@ -55,6 +55,8 @@ class Rollouts:
         self.quantum_size = QuantumSize(
             generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards, burst=engines.burst_steps
         )
+        grpo, replies = config.grpo, config.environment.enabled
+        self._short = replies or grpo.use_dynamic_sampling or grpo.async_grpo.max_age_steps > 0  # more waits than rewards
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, Turn] = {}  # waiting or in an engine
         self._waiting: dict[int, int] = {}  # the cohort of each
@@ -176,7 +178,8 @@ class Rollouts:
         for request in chosen:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
-        self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self.quantum_size.next())
+        steps = self.quantum_size.next(long=not (self._short or self._waiting))
+        self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), steps)
 
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
@@ -317,8 +320,8 @@ class QuantumSize:
 
     That time is at least `LEAST_S` and `burst` steps on the slowest shard, and long enough that starting a quantum costs
     less than `overhead_share` of it. It is at most `seconds / in_flight`: a refit waits for all quanta in flight, and they
-    take at most `seconds` together. That upper bound wins. Shards with fewer sequences or a faster core make more steps, so
-    no shard waits for another at the end of a quantum. Times are smoothed over about ten quanta.
+    take at most `seconds` together. That upper bound wins; long quanta reach it. Shards with fewer sequences or a faster
+    core make more steps, so no shard waits for another at the end of a quantum. Times are smoothed over about ten quanta.
 
     Quanta are whole bursts where they can be: a burst of few steps takes as long as its bookkeeping, so short quanta look
     slow and would become shorter still.
@@ -353,8 +356,8 @@ class QuantumSize:
         """The most seconds of a quantum, so that all in flight take at most `seconds`; None if steps are fixed."""
         return self.seconds / self.in_flight if self.fixed is None else None
 
-    def next(self) -> tuple[int, ...]:
-        """Returns the engine steps of the next quantum on each shard."""
+    def next(self, *, long: bool = False) -> tuple[int, ...]:
+        """Returns the engine steps of the next quantum on each shard, `long` where only rewards wait for its results."""
         if self.fixed is not None:
             return (self.fixed,) * self.shards
         slowest = max(self.step_s.values(), default=0.0)
@@ -363,7 +366,7 @@ class QuantumSize:
         aim = AIM * self.overhead_share
         least = -_down(-max(self.overhead_s * (1 - aim) / aim, LEAST_S) / slowest)
         allowed = _down(self.seconds / self.in_flight / slowest)
-        together_s = max(min(max(least, self.burst), allowed), 1) * slowest
+        together_s = max(allowed if long else min(max(least, self.burst), allowed), 1) * slowest
         return tuple(self._steps(shard, self.step_s.get(shard, slowest), together_s) for shard in range(self.shards))
 
     def _steps(self, shard: int, step_s: float, seconds: float) -> int:

@@ -322,9 +322,9 @@ def test_quantum_size(seconds: float, in_flight: int, step_s: float, overhead_s:
     for one in (size, fixed):
         for _ in range(100):
             one.record([8], [8 * step_s], overhead_s)
-    assert size.next() == (expected,) and fixed.next() == (7,)
-    if expected > 1:
-        assert in_flight * expected * step_s <= seconds + 1e-9
+    longest = max(int(seconds / in_flight / step_s + 1e-9), 1)
+    assert size.next() == (expected,) and fixed.next() == fixed.next(long=True) == (7,)
+    assert size.next(long=True) == (longest,) and expected <= longest
 
 
 @pytest.mark.parametrize("mean_s", [0.0005, 0.001, 0.0018])
