@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from dagrl.rl.generation import (
     AS_CONFIGURED,
     FinishedRequest,
     Generated,
+    IntArray,
     RequestOptions,
     RequestProgress,
     checksum,
@@ -368,11 +370,11 @@ class QuantumEngine:
     def _finish(self, output: RequestOutput) -> FinishedRequest:
         running = self._running.pop(output.request_id)
         completion = output.outputs[0]
-        tokens = list(completion.token_ids)
+        tokens = array("q", completion.token_ids)
         return FinishedRequest(
             request_id=running.request.request_id,
             tokens=tokens,
-            logprobs=[value for part in cast(Any, completion.logprobs) for value in part.tolist()],
+            logprobs=np.concatenate(cast(Any, completion.logprobs) or [()]),
             versions=_token_versions(running.starts, len(tokens)),
             finish_reason=str(completion.finish_reason),
             experts=None if self._recorder is None else self._recorder.take(running.name, tokens),
@@ -410,9 +412,9 @@ class SampledLogprobs:
             self.logprobs.append(output.new_logprobs.logprobs[:, 0])
 
 
-def _token_versions(starts: Sequence[tuple[int, int]], length: int) -> list[int]:
+def _token_versions(starts: Sequence[tuple[int, int]], length: int) -> IntArray:
     """Returns the version of each of `length` tokens. Example: `_token_versions([(0, 0), (1, 2)], 3)` is `[0, 0, 1]`."""
-    versions: list[int] = []
-    for (version, begin), end in zip(starts, [first for _, first in starts[1:]] + [length], strict=True):
-        versions.extend([version] * (end - begin))
+    versions = np.empty(length, np.int64)
+    for version, begin in starts:
+        versions[begin:] = version
     return versions
