@@ -1,9 +1,9 @@
 """Predicts the memory that a run takes of each GPU, by role and by part: `dagrl inspect CONFIG --memory`.
 
 Counted are the tensors that torch allocates at the peak of a training microbatch, as `perf/peak_memory_gib` measures them:
-at the output layer, in the last layer's backward pass while others keep their tensors, or in the first one's, next to all
-gradients. Each coefficient is a tensor. A decoder's layer saves for its backward pass, counted as in Korthikanti et al. 2022
-(arXiv:2205.05198), section 4.1, but with flash attention, RMSNorm and a gated MLP, in numbers a token:
+at the output layer, in the last layer's backward pass while others keep their tensors, or in the first one's, next to the
+others' gradients. Each coefficient is a tensor. A decoder's layer saves for its backward pass, counted as in Korthikanti et
+al. 2022 (arXiv:2205.05198), section 4.1, but with flash attention, RMSNorm and a gated MLP, in numbers a token:
 
     4 x hidden size      the inputs of both norms, and their results
     3 x query features   before and after the rotation, and the output of attention
@@ -35,6 +35,9 @@ from dagrl.run.model import checkpoint_bytes, language_keys, role_description
 GIB = 1 << 30
 ENGINE_ROOM = 6 * GIB
 """Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
+
+CUDA_CONTEXT = 610 << 20
+"""Bytes of an H200 that a process takes without a tensor (`bench/results/2x-nvidia-h200/2026-11-23/train-4b.json`)."""
 
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk of the output layer (`logprobs.CHUNK_ELEMENTS`), of which two exist
 KEPT_SHARE = 0.25  # largest share of the free memory that kept exponentials of logits take (`logprobs.KEPT_SHARE`)
@@ -230,22 +233,28 @@ def train_memory(
     recomputes = policy.fsdp_cfg.activation_checkpointing if fsdp else policy.megatron_cfg.activation_checkpointing
     saved, beside = saved_bytes(policy, model) * own, width * own * model.beside(recomputes, layout.tp)
     kept = saved / model.layers
+    behind = 2 if recomputes == "offloaded" else 1  # layers whose backward pass is not done, at the third moment
     if recomputes not in (False, "none"):
         split = layout.tp if not fsdp and policy.megatron_cfg.sequence_parallel else 1
         kept = width * own * (model.hidden / split + (0.0 if recomputes in ("full", True) else model.queries / layout.tp))
-        saved = kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
+        kept, saved = kept * behind, kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
     # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
     saved *= min(layout.pp, -(-rows * longest // tokens)) / layout.pp
     gradients = {name: size for name, size in state.items() if name == "gradients"}
+    waits = model.tied or _shards(policy) > 1  # the output layer's gradient, for the embedding's
+    if fsdp and gradients and not several:
+        gradients["gradients"] *= 1 - ((every - ends) * behind / model.layers + ends / (1 if waits else 2)) / every
     moments = [{"activations": saved}, {"activations": saved + beside}, {"activations": kept + beside, **gradients}]
     if not scalar:
         kept = width * own * model.vocabulary / layout.tp
-        if policy.logprob_chunk_size is None and kept <= KEPT_SHARE * (gpu - sum(parts.values()) - saved):
+        hidden = width * own * model.hidden  # states before and after the last norm, where tokens are scored, and a gradient
+        free = gpu - CUDA_CONTEXT - sum(parts.values()) - saved - 3 * hidden
+        if policy.logprob_chunk_size is None and kept <= KEPT_SHARE * free:
             moments[0]["exponentials of logits"] = kept
         weight = model.embedding / layout.tp if fsdp and not policy.peft.enabled else 0  # its gradient is summed in float32
-        states = 4 * width * own * model.hidden  # before and after the last norm, where tokens are scored, and a gradient
-        moments[0]["output layer"] = states + max(_chunk_bytes(policy, model, own), (4 + width) * weight)
+        moments[0]["output layer"] = 4 * hidden + max(_chunk_bytes(policy, model, own), (4 + width) * weight)
         moments[1]["output layer"] = width * weight
+        moments[2]["output layer"] = width * weight * waits
     parts = max((parts | moment for moment in moments), key=lambda sizes: sum(sizes.values()))
     reasons = {
         f"{policy.worker}: a worker of your own": not policy.worker.startswith(OURS),
