@@ -225,8 +225,11 @@ class RewardRunner:
         for runner, item, (names, takes_any) in zip(self._runners, self._functions, self._wanted, strict=True):
             missing = {name: None for name, required in names.items() if required and values is not None}
             keywords = [missing | {name: row[name] for name in row if takes_any or name in names} for row in rows]
-            places = [place for place, row in enumerate(rows) if item.tasks is None or row.get("task") in item.tasks]
-            columns = [[column[place] for place in places] for column in (prompts, completions, references, keywords)]
+            columns: Sequence[Sequence[Any]] = prompts, completions, references, keywords
+            places: Sequence[int] = range(len(prompts))
+            if item.tasks is not None:
+                places = [place for place, row in enumerate(rows) if row.get("task") in item.tasks]
+                columns = [[column[place] for place in places] for column in columns]
             calls.append((item, places, runner.submit(*columns) if places else None))
         return calls
 

@@ -168,17 +168,17 @@ def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> lis
     """Returns the sequences of complete groups with their texts, group by group. Decodes all at once, in parallel."""
     episodes = [episode for group in groups for episode in group.episodes]
     chat = chat_of(tokenizer)
-    sampled = [episode.tokens.tolist() for episode in episodes]
-    texts = decoded(tokenizer, [tokens[:-1] if tokens[-1:] and tokens[-1] in chat.ends else tokens for tokens in sampled])
+    ended = [len(episode.tokens) > 0 and episode.tokens[-1] in chat.ends for episode in episodes]
+    texts = decoded(tokenizer, [episode.tokens[: -1 if end else None] for episode, end in zip(episodes, ended, strict=True)])
     return [Sample(episode.prompt, episode, chat.without_end(text)) for episode, text in zip(episodes, texts, strict=True)]
 
 
-def decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> list[str]:
+def decoded(tokenizer: PreTrainedTokenizerFast, sequences: Sequence[IntArray]) -> list[str]:
     """Decodes without special tokens. The tokenizer behind transformers' own looks at no token in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
     if backend is None or tokenizer.clean_up_tokenization_spaces:
-        return [cast("str", tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in sequences]
-    return cast("list[str]", backend.decode_batch(sequences, skip_special_tokens=True))
+        return [cast("str", tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in sequences]
+    return cast("list[str]", backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True))
 
 
 def request_seeds(seed: int, stream: int, count: int) -> list[int]:

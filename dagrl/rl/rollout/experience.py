@@ -374,7 +374,9 @@ class Experience:
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)
         for item in done:
-            rewards = with_turn_rewards(self._config, rewards_of(item.answers.result()), item.samples)
+            rewards = rewards_of(item.answers.result())
+            if self._config.environment.enabled:
+                rewards = with_turn_rewards(self._config, rewards, item.samples)
             group = scored_group(self._config, item.group, item.samples, rewards)
             if item.group.number >= VALIDATION_STREAM:
                 self._validated.append(group)

@@ -93,7 +93,7 @@ def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict
     prompt, episode = sample.prompt, sample.completion
     messages = prompt_messages(prompt)
     spans = episode.spans()
-    texts = decoded(tokenizer, [episode.tokens[start:end].tolist() for start, end in spans])
+    texts = decoded(tokenizer, [episode.tokens[start:end] for start, end in spans])
     for (start, _), text in zip(spans, texts, strict=True):
         messages.append({"role": "assistant" if episode.sampled[start] else "environment", "content": text})
     return messages
