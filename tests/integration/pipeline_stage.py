@@ -77,7 +77,7 @@ def ragged_batch(rows: int, length: int, seed: int, **scalars: int) -> Batch:
     return Batch(fields, {"global_valid_tokens": float((lengths - 1).sum()), **scalars})
 
 
-def train_in_one_process(
+def train_alone(
     batches: Sequence[Batch], config: ModelConfig = MODEL, seed: int = 0
 ) -> tuple[list[float], list[list[np.ndarray]], list[np.ndarray]]:
     """Losses and gradients (before clipping) of each step on the whole batch at once, and the weights at the end."""
@@ -101,7 +101,7 @@ def check_steps(
 ) -> None:
     """Trains from the start on `batches`, and compares with one process on the CPU."""
     group.call("restart")
-    losses, gradients, weights = train_in_one_process(batches, config)
+    losses, gradients, weights = train_alone(batches, config)
     for batch, loss, expected in zip(batches, losses, gradients, strict=True):
         (metrics,) = scheduler.replay(step, batch).result()
         assert metrics.sums["loss"] == pytest.approx(loss, rel=1e-6)

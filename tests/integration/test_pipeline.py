@@ -10,14 +10,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Bucket
 from dagrl.runtime.worker_group import WorkerGroup
-from tests.integration.pipeline_stage import (
-    MODEL,
-    RecordedStage,
-    check_order,
-    check_steps,
-    ragged_batch,
-    train_in_one_process,
-)
+from tests.integration.pipeline_stage import MODEL, RecordedStage, check_order, check_steps, ragged_batch, train_alone
 
 MICROBATCHES = 4
 STEP = pipeline_phase(MICROBATCHES)
@@ -61,4 +54,4 @@ def test_a_stage_that_fails_is_named_no_stage_steps_and_the_graph_lives_on(sched
     assert all(("optimizer_step", 0) not in order for order, *_ in group.call("recorded"))
     whole = ragged_batch(8, 6, 1)
     (metrics,) = scheduler.replay(STEP, whole).result()
-    assert metrics.sums["loss"] == pytest.approx(train_in_one_process([whole])[0][0], rel=1e-6)
+    assert metrics.sums["loss"] == pytest.approx(train_alone([whole])[0][0], rel=1e-6)

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from dagrl.bench.tiny_configs import tiny_model
-from dagrl.bench.train_architectures import (
-    LAYOUTS,
-    PACKED as PACKED_ROWS,
-    STEPS,
-    compare,
-    make_batch,
-    make_config,
-    plain_steps,
-)
+from dagrl.bench.train_architectures import LAYOUTS, PACKED, STEPS, compare, make_batch, make_config, plain_steps
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.train_cases import (
@@ -310,13 +302,13 @@ def test_optimizers_by_their_paths_match_plain_torch(
 
 
 ARCHITECTURES = {
-    "Cohere2ForCausalLM": ("dp2", PACKED_ROWS),  # scaled logits
-    "DeepseekV3ForCausalLM": ("tp2", PACKED_ROWS),  # latent attention
-    "Gemma2ForCausalLM": ("dp2", PACKED_ROWS),  # capped logits
-    "Gemma4ForCausalLM": ("cp2", PACKED_ROWS),  # heads of two sizes
-    "GPT2LMHeadModel": ("dp2", PACKED_ROWS),
-    "Olmo2ForCausalLM": ("tp2", PACKED_ROWS),  # norms after layers, and of all heads together
-    "HrmTextForCausalLM": ("dp2", PACKED_ROWS),  # layers that run many times, parameters that files have joined
+    "Cohere2ForCausalLM": ("dp2", PACKED),  # scaled logits
+    "DeepseekV3ForCausalLM": ("tp2", PACKED),  # latent attention
+    "Gemma2ForCausalLM": ("dp2", PACKED),  # capped logits
+    "Gemma4ForCausalLM": ("cp2", PACKED),  # heads of two sizes
+    "GPT2LMHeadModel": ("dp2", PACKED),
+    "Olmo2ForCausalLM": ("tp2", PACKED),  # norms after layers, and of all heads together
+    "HrmTextForCausalLM": ("dp2", PACKED),  # layers that run many times, parameters that files have joined
     "OlmoHybridForCausalLM": ("dp2", {}),  # linear attention
 }
 SLOW_ARCHITECTURES = ("HrmTextForCausalLM", "OlmoHybridForCausalLM")

@@ -100,7 +100,7 @@ def figures_of(routers: Routers) -> dict[str, float]:
     return {**{name: float(np.mean(values)) for name, values in found.items()}, "max_load_of_worst_layer": worst}
 
 
-def assert_close(found: Mapping[str, Any], model: Any, tolerance: float = 2e-5) -> None:
+def check_close(found: Mapping[str, Any], model: Any, tolerance: float = 2e-5) -> None:
     """Compares gradients with those of a Hugging Face model."""
     expected = reference.gradients_of(model)
     assert set(found) == set(expected)
@@ -121,7 +121,7 @@ def test_loss_gradients_and_metrics_match_the_papers(case: Case, pool: WorkerPoo
     expected |= {"load_balancing_loss": balance.item() / len(routers.logits)} if weight else {}
     assert step["loss"] == pytest.approx(likelihood.item(), abs=1e-5)
     assert {key: step[f"moe/{key}"] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert_close(gradients, model)
+    check_close(gradients, model)
 
 
 def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: int) -> tuple[Batch, Any]:
@@ -175,4 +175,4 @@ def test_replayed_experts_match_the_record(case: Case, pool: WorkerPool) -> None
     norm = get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert step["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     if case.backend == "megatron":
-        assert_close(gradients, model)
+        check_close(gradients, model)

@@ -167,19 +167,17 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
         assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
 
 
-SHARES = [(1.0, 86, None), (0.5, 93, "cache, cluster.gpus_per_worker=1"), (0.5, 112, "beside the 27.5"), (0.5, 120, None)]
-
-
-@pytest.mark.parametrize(("share", "gib", "needs"), SHARES)
-def test_roles_with_parts_of_a_gpu_are_added_up(share: float, gib: int, needs: str | None) -> None:
+def test_roles_with_parts_of_a_gpu_are_added_up() -> None:
     """Training takes 67.4 GiB before a batch and 85.8 at its peak, the engine 27.5 and 33.5."""
     config = grpo("never", 20 << 30).with_keys({"policy.generation.colocated.enabled": False})
-    plan, gpu = RunPlan.of(config), gib * GIB
-    roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, gpu)
-    with nullcontext() if needs is None else pytest.raises(ConfigError, match=needs):
-        check_memory(plan, roles, gpu, share)
-        table = memory_table(plan, roles, gpu, share)
-        assert ("train and generation share a GPU: 119.3" in table) == (share < 1) and "turns" not in table
+    plan = RunPlan.of(config)
+    roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, 120 * GIB)
+    check_memory(plan, roles, 86 * GIB)
+    for gib, says in ((93, "cache, cluster.gpus_per_worker=1"), (112, "for a microbatch beside the 27.5")):
+        with pytest.raises(ConfigError, match=says):
+            check_memory(plan, roles, gib * GIB, 0.5)
+    check_memory(plan, roles, 120 * GIB, 0.5)
+    assert "train and generation share a GPU: 119.3" in memory_table(plan, roles, 120 * GIB, 0.5)
 
 
 def test_workers_of_ones_own_are_not_predicted() -> None:

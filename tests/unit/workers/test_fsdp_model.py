@@ -130,16 +130,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"fsdp_cfg": {"attn_implementation": "flash_attention_3"}}, QWEN3, NO_FLASH),
     ({"optimizer": {"name": "torchbo.optim:AdamW8bit"}}, QWEN3, "policy.optimizer.name: there is no module 'torchbo'"),
     ({"optimizer": {"args": {"beta": 1}}}, QWEN3, r"args=.*'beta': 1}: TypeError.* or other args \(.*betas"),
-    (
-        {"optimizer": {"args": {"lr": 1e-3}}},
-        QWEN3,
-        "args has lr, which policy.optimizer.lr would overwrite; set that",
-    ),
-    (
-        {"optimizer": {"name": "torch.nn:Linear"}},
-        QWEN3,
-        "torch.nn:Linear, which is not an optimizer; expected: a class",
-    ),
+    ({"optimizer": {"args": {"lr": 1e-3}}}, QWEN3, "args has lr, which policy.optimizer.lr would overwrite; set that"),
+    ({"optimizer": {"name": "torch.nn:Linear"}}, QWEN3, "torch.nn:Linear, which is not an optimizer; expected: a class"),
     (SGD | {"fsdp_cfg": {"data_parallel_size": 2}}, QWEN3, "torch.optim:SGD, .*args={'momentum': 'lots'}: TypeError"),
     ({"optimizer": {"name": "torch.optim:LBFGS"}}, QWEN3, "torch.optim:LBFGS, whose steps need a closure.*; choose one"),
     (

@@ -41,12 +41,7 @@ WAYS: tuple[Way, Way] = "grouped", "sequential"
 
 
 def make_experts(
-    way: Way,
-    experts: int,
-    kind: str = "swiglu",
-    hidden: int = HIDDEN,
-    ffn: int = FFN,
-    dtype: torch.dtype = torch.float32,
+    way: Way, experts: int, kind: str = "swiglu", hidden: int = HIDDEN, ffn: int = FFN, dtype: torch.dtype = torch.float32
 ) -> Any:
     """Returns the half of a layer's experts that one of two workers holds, so that the products need no collective.
 
