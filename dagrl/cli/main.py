@@ -8,6 +8,7 @@ Subcommands import what they need when they run, which keeps `dagrl --help` fast
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import atexit
 import gc
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from dagrl.cli.numbers import count, finite, positive, whole
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _main(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.unraisablehook = interrupt_again
     gc.set_threshold(COLLECT_EVERY)
     keep_bytecode()
     try:
@@ -70,6 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+
+
+def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Repeats an interrupt that Python has dropped, as it does with every exception in a `__del__`."""
+    if isinstance(dropped.exc_value, KeyboardInterrupt):
+        Timer(0.01, _thread.interrupt_main).start()  # not in this function, where it would be dropped, too
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _main(arguments: Sequence[str] | None) -> int:

@@ -5,7 +5,9 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
@@ -16,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import yaml
 
-from dagrl.cli.main import main
+from dagrl.cli.main import interrupt_again, main
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ChannelError, ConfigError, RunError
@@ -97,6 +99,14 @@ def test_an_interrupted_import_of_ray_is_not_ended(dagrl: Run, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     assert dagrl("init")[0] == 130
     unregister.assert_called_once_with(ended.shutdown)
+
+
+def test_an_interrupt_in_a_destructor_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of regex's patterns while they are compiled. Python drops the exception."""
+    monkeypatch.setattr("sys.unraisablehook", interrupt_again)
+    with pytest.raises(KeyboardInterrupt):
+        type("Dropped", (), {"__del__": lambda _: signal.default_int_handler(signal.SIGINT, None)})()
+        time.sleep(5)
 
 
 @pytest.mark.parametrize(
