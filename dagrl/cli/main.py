@@ -445,12 +445,14 @@ def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
 
 
 def _print(text: str) -> None:
-    """Writes to standard output. Ignores a closed pipe, as after `| head`."""
+    """Writes to standard output. Ignores a closed pipe, as after `| head`. Raises ConfigError if it cannot be written."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
+        if not isinstance(error, BrokenPipeError):
+            raise ConfigError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def _complain(message: str) -> None:

@@ -133,6 +133,10 @@ def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         monkeypatch.setattr("sys.stdout", gone)
         assert main(["config", "--schema"]) == 0
     assert capsys.readouterr().err == ""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["config", "--schema"]) == 2
+    assert capsys.readouterr().err == "dagrl: error: cannot write to standard output: No space left on device\n"
 
 
 def test_an_unusable_checkpoint_is_found_by_a_dry_run_and_changes_nothing(tmp_path: Path, dagrl: Run) -> None:
