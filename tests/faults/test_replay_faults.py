@@ -97,9 +97,7 @@ def train_ranks(train: Shard, value):
 
 
 @pytest.mark.parametrize("engine", ["dagrl", pytest.param("ray", marks=pytest.mark.slow)])
-def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
-    cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_only_the_shard_of_a_replaced_worker_is_compiled_again(cluster: None, monkeypatch: Any, engine: str) -> None:
     made: list[tuple[str, list[Any]]] = []
 
     def recording(name: str, engine: Engine) -> Any:
@@ -130,9 +128,7 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
 
 
 @pytest.mark.parametrize("engine", ["dagrl", pytest.param("ray", marks=pytest.mark.slow)])
-def test_compiling_with_a_worker_that_does_not_answer_ends(
-    cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_compiling_with_a_worker_that_does_not_answer_ends(cluster: None, monkeypatch: Any, engine: str) -> None:
     """It stops once the graph's loops are about to start. Ray's engine would wait for it without end."""
     group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, tp=2), None)
     module = importlib.import_module(f"dagrl.runtime.executors.{engine}_engine")

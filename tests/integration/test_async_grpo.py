@@ -118,9 +118,7 @@ def check_versions(config: Config, batches: Trained, max_age: int) -> Counter[in
     return ages
 
 
-def test_at_age_zero_losses_match_the_synchronous_loop(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_age_zero_losses_match_the_synchronous_loop(tmp_path: Path, trained: Trained, monkeypatch: Any) -> None:
     """Both score every group once. The synchronous run is on Ray's engine, the other one eager, after equal SFT steps."""
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     cases = {"sync": ON_RAY, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}}
@@ -151,9 +149,7 @@ COMPARED = (
 
 
 @pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in flight", "finish first"])
-def test_ages_versions_and_numbers(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
-) -> None:
+def test_ages_versions_and_numbers(tmp_path: Path, trained: Trained, monkeypatch: Any, in_flight: bool) -> None:
     """With Ray's engine."""
     finish_running = Experience.finish_running
     monkeypatch.setattr(Experience, "finish_running", lambda self: (time.sleep(0.05), finish_running(self)))

@@ -110,9 +110,7 @@ def configuration(tmp_path: Path, case: str, *more: str) -> Config:
 
 @pytest.mark.usefixtures("half_way")
 @pytest.mark.parametrize("case", CASES)
-def test_stopped_half_way_and_resumed(
-    tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_stopped_half_way_and_resumed(tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: Any, case: str) -> None:
     pytest.importorskip("vllm")
     config = configuration(tmp_path, case)
     with stop_after(steps=1), pytest.raises(StopRequestedError):

@@ -189,9 +189,7 @@ def test_failures_of_an_actor_with_threads_block_no_other_node(cluster: None) ->
 
 
 @pytest.mark.parametrize("on_ray", ["", "one"], ids=["one engine", "both engines"])
-def test_compiled_phases_of_any_number_keep_their_order_too(
-    actors: list[Any], monkeypatch: pytest.MonkeyPatch, on_ray: str
-) -> None:
+def test_compiled_phases_of_any_number_keep_their_order_too(actors: list[Any], monkeypatch: Any, on_ray: str) -> None:
     """Also if one of them runs on Ray's engine, which takes the only thread that Ray has for loops on such an actor."""
     monkeypatch.setattr(compile_module, "accelerated", lambda graph: graph.phase == on_ray)
     more = [replace(one, name=f"more_{number}") for number in range(4)]

@@ -67,9 +67,7 @@ class Losses:
             Losses.logged.append(data["train/loss"])
 
 
-def test_an_sft_trainer_of_verl_runs_with_one_line_changed(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_sft_trainer_of_verl_runs_with_one_line_changed(model: str, tmp_path: Path, monkeypatch: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     words = [[f"w{3 + number}" for number in torch.randint(400, (12,), generator=generator).tolist()] for _ in range(32)]
     rows = [

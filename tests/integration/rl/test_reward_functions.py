@@ -205,9 +205,7 @@ def test_a_closed_runner_starts_no_process(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text() == "hang\n"
 
 
-def test_a_failed_start_is_reported_by_the_first_call_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_start_is_reported_by_the_first_call_and_not_repeated(tmp_path: Path, monkeypatch: Any) -> None:
     noted = "open(f'{os.path.dirname(__file__)}/{os.getpid()}.tried', 'w').close(); time.sleep(60)"
     slow = f"import os, sys, time\nif 'functions/child' in sys.argv[0]: {noted}\ndef reward(*texts): return [1.0]\n"
     (tmp_path / "slow_once.py").write_text(slow)

@@ -103,9 +103,7 @@ def test_what_cannot_be_forked_runs_by_itself(server: ForkServer, role: str, kin
     assert reason in server.refusals() and not server.refusals()
 
 
-def test_functions_are_called_where_torch_is(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_functions_are_called_where_torch_is(server: ForkServer, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     server.call(logging.getLogger("dagrl.told").warning, "%s of two", 1)()
     assert ("dagrl.told", logging.WARNING, "1 of two") in caplog.record_tuples
     parts = server.call(divmod, 7, 2)

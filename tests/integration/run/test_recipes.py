@@ -100,9 +100,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("distill", "agent")),
     ],
 )
-def test_recipes_of_gemma3_pass_all_checks(
-    recipe: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_of_gemma3_pass_all_checks(recipe: str, gemma3: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(derive, "gpus", lambda: [Gpu("GPU-0", "a GPU", 24 << 10, "580", (9, 0))])
     monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: 1)
     monkeypatch.chdir(ROOT)

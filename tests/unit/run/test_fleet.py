@@ -269,9 +269,7 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
     assert [call.args[0].checkpointing.resume for call in prepare.call_args_list] == [False, True, True]
 
 
-def test_a_resumed_run_removes_part_of_a_checkpoint_before_it_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_removes_part_of_a_checkpoint_before_it_writes(tmp_path: Path, monkeypatch: Any) -> None:
     """The part may have filled the disk."""
     config, left = configuration(output_dir=str(tmp_path), checkpointing={"resume": True}), list[bool]()
     paths = RunPaths.of(config)
