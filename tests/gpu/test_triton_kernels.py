@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +17,30 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 8e-3}  # relative, of the lar
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    error = (found.double() - expected).abs().max() / expected.abs().max()
-    assert float(error) < TOLERANCES[dtype]
+def in_float64(*tensors: Tensor) -> list[Tensor]:
+    return [one.detach().double().requires_grad_() for one in tensors]
+
+
+def check(found: Any, inputs: Any, expected: Any, exact: Any, uppers: Any = ()) -> None:
+    """Compares results, and their gradients by `inputs`, with the `expected` ones, by `exact`, in float64."""
+    uppers = uppers or [torch.randn_like(one) for one in found]
+    gradients = torch.autograd.grad(found, inputs, uppers)
+    truths = torch.autograd.grad(expected, exact, [one.double() for one in uppers])
+    dtypes = [found[0].dtype] * len(found) + [one.dtype for one in inputs]
+    for mine, truth, dtype in zip((*found, *gradients), (*expected, *truths), dtypes, strict=True):
+        assert mine.shape == truth.shape and mine.dtype is dtype
+        if mine.numel():
+            assert float((mine.double() - truth).abs().max() / truth.abs().max()) < TOLERANCES[found[0].dtype]
+
+
+def rotated(states: Tensor, angles: Tensor) -> Tensor:
+    first, second = states.chunk(2, -1)
+    return states * angles.double().cos() + torch.cat((-second, first), -1) * angles.double().sin()
+
+
+def random_angles(length: int, size: int) -> Tensor:
+    half = torch.rand(length, 1, 1, size // 2, device=DEVICE) * 100
+    return torch.cat((half, half), -1)
 
 
 @dtypes
@@ -29,17 +52,10 @@ def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dty
     length, batch, heads, width = shape
     fused = torch.randn(length, batch, heads + 4, width, device=DEVICE, dtype=dtype)
     states = fused[:, :, 2:-2].requires_grad_()  # a view, as queries are of a fused projection
-    rotary = int(share * width)
-    half = torch.rand(length, 1, 1, rotary // 2, device=DEVICE) * 100
-    angles = torch.cat((half, half), -1)
-    exact = states.detach().double().requires_grad_()
-    first, second, rest = exact[..., : rotary // 2], exact[..., rotary // 2 : rotary], exact[..., rotary:]
-    turned = torch.cat((-second, first), -1)
-    expected = torch.cat((exact[..., :rotary] * angles.double().cos() + turned * angles.double().sin(), rest), -1)
-    found = rotate(states, angles)
-    close(found, expected, dtype)
-    upper = torch.randn(shape, device=DEVICE, dtype=dtype)
-    close(torch.autograd.grad(found, states, upper)[0], torch.autograd.grad(expected, exact, upper.double())[0], dtype)
+    rotary, (exact,) = int(share * width), in_float64(states)
+    angles = random_angles(length, rotary)
+    expected = torch.cat((rotated(exact[..., :rotary], angles), exact[..., rotary:]), -1)
+    check([rotate(states, angles)], [states], [expected], [exact])
 
 
 @dtypes
@@ -49,14 +65,9 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
     states = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
     weight = torch.randn(shape[-1], device=DEVICE, dtype=dtype, requires_grad=True)
-    inputs = [value.detach().double().requires_grad_() for value in (states, weight)]
-    expected = torch.nn.functional.rms_norm(inputs[0], shape[-1:], inputs[1], 1e-6)
-    found = rms_norm(states, weight, 1e-6)
-    close(found, expected, dtype)
-    upper = torch.randn(shape, device=DEVICE, dtype=dtype)
-    gradients = torch.autograd.grad(found, (states, weight), upper)
-    for mine, exact in zip(gradients, torch.autograd.grad(expected, inputs, upper.double()), strict=True):
-        close(mine, exact, dtype)
+    exact = in_float64(states, weight)
+    expected = torch.nn.functional.rms_norm(exact[0], shape[-1:], exact[1], 1e-6)
+    check([rms_norm(states, weight, 1e-6)], [states, weight], [expected], exact)
 
 
 @dtypes
@@ -70,27 +81,15 @@ def test_heads_are_split_normalized_and_rotated(
     length, batch, groups, ratio, size = shape
     mixed = torch.randn(length, batch, groups, (ratio + 2) * size, device=DEVICE, dtype=dtype, requires_grad=True)
     norms = [torch.randn(size, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(2)]
-    half = torch.rand(length, 1, 1, size // 2, device=DEVICE) * 100
-    angles = torch.cat((half, half), -1)
-    exact, *exact_norms = (value.detach().double().requires_grad_() for value in (mixed, *norms))
-    queries, keys, values = torch.split(exact, [ratio * size, size, size], 3)
-
-    def turned(states: Tensor, norm: Tensor) -> Tensor:
-        normed = torch.nn.functional.rms_norm(states, (size,), norm, 1e-6)
-        first, second = normed.chunk(2, -1)
-        return normed * angles.double().cos() + torch.cat((-second, first), -1) * angles.double().sin()
-
-    split = queries.reshape(length, batch, -1, size)
-    expected = [turned(split, exact_norms[0]), turned(keys, exact_norms[1]), values]
+    angles, exact = random_angles(length, size), in_float64(mixed, *norms)
+    queries, keys, values = torch.split(exact[0], [ratio * size, size, size], 3)
+    parts = zip((queries.reshape(length, batch, -1, size), keys), exact[1:], strict=True)
+    expected = [rotated(torch.nn.functional.rms_norm(part, (size,), norm, 1e-6), angles) for part, norm in parts]
     found = triton_kernels.split_heads(mixed, (norms[0], norms[1]), 1e-6, angles)
     uppers = [
         torch.randn(batch, one.shape[2], length, size, device=DEVICE, dtype=dtype).permute(2, 0, 1, 3) for one in found
     ]
-    gradients = torch.autograd.grad(found, (mixed, *norms), uppers)
-    truths = torch.autograd.grad(expected, (exact, *exact_norms), [upper.double() for upper in uppers])
-    for mine, truth in zip((*found, *gradients), (*expected, *truths), strict=True):
-        assert mine.shape == truth.shape and mine.dtype is dtype
-        close(mine, truth, dtype)
+    check(found, [mixed, *norms], [*expected, values], exact, uppers)
 
 
 @dtypes
@@ -102,15 +101,9 @@ def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> N
     inputs = [torch.randn(shape, device=DEVICE, dtype=dtype).mul(3).requires_grad_()]
     if weighted:  # as a router gives them
         inputs.append(torch.rand(*shape[:-1], 1, device=DEVICE, requires_grad=True))
-    exact = [one.detach().double().requires_grad_() for one in inputs]
+    exact = in_float64(*inputs)
     gate, linear = exact[0].chunk(2, -1)
-    expected, found = torch.nn.functional.silu(gate) * linear * (exact[1] if weighted else 1), swiglu(*inputs)
-    upper = torch.randn_like(found)
-    gradients = torch.autograd.grad(found, inputs, upper), torch.autograd.grad(expected, exact, upper.double())
-    assert found.shape == expected.shape and found.dtype is dtype
-    if found.numel():
-        for mine, truth in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
-            close(mine, truth, dtype)
+    check([swiglu(*inputs)], inputs, [torch.nn.functional.silu(gate) * linear * (exact[1] if weighted else 1)], exact)
 
 
 class Same(torch.nn.Module):
