@@ -224,9 +224,13 @@ def train_memory(
     longest, rows = bucket_widths(policy)[-1], max(1, policy.train_global_batch_size // layout.dp)
     tokens = min(policy.train_micro_batch_size, rows) * longest
     tokens = policy.microbatch_tokens("train") if policy.sequence_packing.enabled else tokens
-    own, several = tokens / layout.cp, rows * longest > tokens
+    own, count = tokens / layout.cp, -(-rows * longest // tokens)
     state = state_bytes(policy, model, weights)
-    parts = {name: size for name, size in state.items() if name != "gradients" or not fsdp or several}
+    parts = {name: size for name, size in state.items() if name != "gradients"}
+    # Those of no microbatch yet, one, and several. A rank alone keeps the first ones in the weights' precision.
+    shares = (0.0, width / 4 if layout.world_size == 1 else 1.0, 1.0) if fsdp else (1.0, 1.0, 1.0)
+    sizes = (state.get("gradients", 0.0) * shares[min(number, 2)] for number in (count - 1, count))
+    early, gradients = ({"gradients": size} if size else {} for size in sizes)
     every, ends = (weights or model.weights) / layout.tp, model.embedding * (1 if model.tied else 2) / layout.tp
     if fsdp:  # FSDP2 has two layers gathered at a time, and the root; all if there is nothing to shard
         parts["gathered weights"] = width * (every if _shards(policy) == 1 else ends + 2 * (every - ends) / model.layers)
@@ -239,16 +243,16 @@ def train_memory(
         kept = width * own * (model.hidden / split + (0.0 if recomputes in ("full", True) else model.queries / layout.tp))
         kept, saved = kept * behind, kept * (2 if recomputes == "offloaded" else model.layers)  # on their way
     # The first stage of a pipeline has a part of the layers, and as many microbatches as there are stages.
-    saved *= min(layout.pp, -(-rows * longest // tokens)) / layout.pp
-    gradients = {name: size for name, size in state.items() if name == "gradients"}
+    saved *= min(layout.pp, count) / layout.pp
     waits = model.tied or _shards(policy) > 1  # the output layer's gradient, for the embedding's
-    if fsdp and gradients and not several:
+    if fsdp and gradients and count == 1:
         gradients["gradients"] *= 1 - ((every - ends) * behind / model.layers + ends / (1 if waits else 2)) / every
-    moments = [{"activations": saved}, {"activations": saved + beside}, {"activations": kept + beside, **gradients}]
+    moments = [early | {"activations": saved}, early | {"activations": saved + beside}]
+    moments.append(gradients | {"activations": kept + beside})
     if not scalar:
         kept = width * own * model.vocabulary / layout.tp
         hidden = width * own * model.hidden  # states before and after the last norm, where tokens are scored, and a gradient
-        free = gpu - CUDA_CONTEXT - sum(parts.values()) - saved - 3 * hidden
+        free = gpu - CUDA_CONTEXT - sum((parts | moments[0]).values()) - 3 * hidden
         if policy.logprob_chunk_size is None and kept <= KEPT_SHARE * free:
             moments[0]["exponentials of logits"] = kept
         weight = model.embedding / layout.tp if fsdp and not policy.peft.enabled else 0  # its gradient is summed in float32

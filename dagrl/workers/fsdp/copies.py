@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
+LEAST_ADDED = 1 << 20  # numbers of a gradient, from which on our kernel takes less time than torch's
 
 
 @cache
@@ -102,18 +103,19 @@ class HostCopies:
 class ComputeCopies:
     """Copies that take the place of a model's parameters from `gather` to `free`, and have memory only then.
 
-    Parameters that have the dtype already stay. The gradient of a copy is added to its parameter's, in float32, as soon as
-    a backward pass has computed it.
+    Parameters that have the dtype already stay. Gradients of copies are added up in float32, as soon as a backward pass has
+    computed them. A first one waits for the second, or for `free`, in the dtype of the copy.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._places = [place for place in _places(model) if place[2].dtype != dtype]
         self._copies: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight has several places
+        self.first_gradients: dict[nn.Parameter, Tensor] = {}
         for _, _, parameter in self._places:
             if parameter not in self._copies:
                 copy = nn.Parameter(torch.empty_like(parameter, dtype=dtype), parameter.requires_grad)
                 if parameter.requires_grad:
-                    copy.register_post_accumulate_grad_hook(partial(_add_gradient, parameter))  # type: ignore[no-untyped-call]
+                    copy.register_post_accumulate_grad_hook(partial(self._add_gradient, parameter))  # type: ignore[no-untyped-call]
                 self._copies[parameter] = copy
         self._gathered = True
         self.free()
@@ -132,14 +134,26 @@ class ComputeCopies:
         self._gathered = True
 
     def free(self) -> None:
-        """Puts the parameters back, and frees the memory of the copies."""
+        """Puts the parameters back, frees the memory of the copies, and leaves all gradients to the parameters."""
         if not self._gathered:
             return
         for module, name, parameter in self._places:
             module._parameters[name] = parameter
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)
+        while self.first_gradients:  # one by one, as each gets twice as large
+            parameter, grad = self.first_gradients.popitem()
+            parameter.grad = grad.to(parameter.dtype)
         self._gathered = False
+
+    def _add_gradient(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        grad, copy.grad = copy.grad, None
+        assert grad is not None, "autograd has just accumulated it"
+        total = parameter.grad if parameter.grad is not None else self.first_gradients.pop(parameter, None)
+        if total is None:
+            self.first_gradients[parameter] = grad
+        else:
+            parameter.grad = _sum(total, grad)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -149,10 +163,10 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-def _add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
-    assert copy.grad is not None, "autograd has just accumulated it"
-    if parameter.grad is None:
-        parameter.grad = copy.grad.to(parameter.dtype)
-    else:
-        parameter.grad += copy.grad
-    copy.grad = None
+def _sum(total: Tensor, grad: Tensor) -> Tensor:
+    """Returns the float32 sum, in `total` if it is float32."""
+    if grad.is_cuda and grad.numel() >= LEAST_ADDED and total.is_contiguous() and grad.is_contiguous():
+        from dagrl.workers.fsdp.kernels import add
+
+        return add(total, grad)
+    return total.float().add_(grad)

@@ -168,6 +168,8 @@ class ShardedModel:
     # ---- gradients and optimizer
 
     def zero_gradients(self) -> None:
+        if self.root.copies is not None:
+            self.root.copies.first_gradients.clear()
         for tensor in (*self.parameters.values(), *self._updated.values()):
             tensor.grad = None
 
