@@ -1,7 +1,11 @@
-"""Kernels of FSDP workers, against torch."""
+"""Kernels of FSDP workers, against torch in float64."""
+
+import copy
+from typing import Any
 
 import pytest
 import torch
+from torch.optim import AdamW
 
 from tests.gpu.kernels import DEVICE, kernel_tests, large
 
@@ -18,3 +22,25 @@ def test_gradients_are_added_in_float32(shape: tuple[int, ...], dtype: torch.dty
     expected = left.float() + right.float()
     total = add(left, right)
     assert torch.equal(total, expected) and (total is left) == (dtype is torch.float32)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("shape", [large((151936, 1024)), (3, 4097), (0, 8)], ids=str)
+def test_weights_are_clipped_and_updated_as_by_torch(shape: tuple[int, ...], factor: float) -> None:
+    from dagrl.workers.fsdp.kernels import clipped_step
+
+    start = [torch.randn(shape, device=DEVICE), torch.randn(100, device=DEVICE), torch.randn(5, device=DEVICE)]
+    mine, exact = ([one.to(dtype).requires_grad_() for one in copy.deepcopy(start)] for dtype in (torch.float, torch.double))
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    ours, truth = AdamW(mine, fused=True, **settings), AdamW(exact, **settings)
+    for number in range(4):
+        for weight, other in zip(mine[:2], exact, strict=False):  # the last one has no gradient
+            weight.grad = torch.randn(weight.shape, device=DEVICE) / 10**number
+            other.grad = weight.grad.double() * (factor if number else 1.0)
+        ours.step() if number == 0 else clipped_step(ours, factor)
+        truth.step()
+    torch.testing.assert_close(mine[2], start[2])
+    for weight, other in zip(mine[:2], exact, strict=False):
+        torch.testing.assert_close(weight.double(), other, atol=1e-6, rtol=1e-5)
+        for name, value in truth.state[other].items():
+            torch.testing.assert_close(ours.state[weight][name].double(), value.double().to(DEVICE), atol=1e-7, rtol=2e-5)

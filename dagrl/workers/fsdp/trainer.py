@@ -55,6 +55,10 @@ class ShardedModel:
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor, if sharded
         self._updated: dict[str, Tensor] = {}  # what the optimizers have of each
         self.optimizers = self._make_optimizers() if trains else []
+        plain = [type(one) for one in self.optimizers] == [torch.optim.AdamW] and not config.policy.optimizer.args
+        fits = (one.is_cuda and one.dtype is torch.float32 and one.is_contiguous() for one in self._updated.values())
+        self._fused = plain and all(fits)  # clipping and AdamW
+        self._factor = 1.0  # by which the fused update multiplies gradients
         self._loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
 
     # ---- passes
@@ -168,6 +172,7 @@ class ShardedModel:
     # ---- gradients and optimizer
 
     def zero_gradients(self) -> None:
+        self._factor = 1.0
         if self.root.copies is not None:
             self.root.copies.first_gradients.clear()
         for tensor in (*self.parameters.values(), *self._updated.values()):
@@ -190,8 +195,12 @@ class ShardedModel:
         return total.sqrt()
 
     def clip(self, limit: float, norm: Tensor) -> None:
+        factor = (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
+        if self._fused:
+            self._factor = float(factor)
+            return
         gradients = self.gradients()
-        torch._foreach_mul_(gradients, (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).to(gradients[0].device))
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def update(self, rate: float) -> None:
         for name, updated in self._updated.items():
@@ -200,7 +209,12 @@ class ShardedModel:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 _set_rate(group, rate)
-            optimizer.step()
+            if self._fused:
+                from dagrl.workers.fsdp.kernels import clipped_step
+
+                clipped_step(optimizer, self._factor)
+            else:
+                optimizer.step()
         self.zero_gradients()
 
     def reset_optimizer(self) -> None:

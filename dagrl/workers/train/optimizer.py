@@ -27,7 +27,7 @@ class Gradients(Protocol):
         """Returns the norm of the whole model's gradients, each counted once: a scalar on the device, equal on all ranks."""
 
     def clip(self, limit: float, norm: Tensor) -> None:
-        """Multiplies all gradients by `limit / norm`."""
+        """Multiplies all gradients by `limit / norm`, now or as `update` reads them."""
 
     def update(self, rate: float) -> None:
         """Updates the weights with this learning rate."""
