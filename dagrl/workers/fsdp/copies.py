@@ -6,8 +6,9 @@ through the buffers of its collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 LEAST_BYTES = 1 << 20  # smaller tensors stay on the GPU
 LEAST_ADDED = 1 << 20  # numbers of a gradient, from which on our kernel takes less time than torch's
+JOINT = "joint"
 
 
 @cache
@@ -103,22 +105,28 @@ class HostCopies:
 class ComputeCopies:
     """Copies that take the place of a model's parameters from `gather` to `free`, and have memory only then.
 
-    Parameters that have the dtype already stay. Gradients of copies are added up in float32, as soon as a backward pass has
+    Parameters that have the dtype already stay. Weights of the submodules that a module names in `joined_weights` are rows
+    of one copy, the module's parameter `JOINT`. Gradients of copies are added up in float32, as soon as a backward pass has
     computed them. A first one waits for the second, or for `free`, in the dtype of the copy.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._places = [place for place in _places(model) if place[2].dtype != dtype]
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight has several places
         self.first_gradients: dict[nn.Parameter, Tensor] = {}
-        for _, _, parameter in self._places:
-            if parameter not in self._copies:
-                copy = nn.Parameter(torch.empty_like(parameter, dtype=dtype), parameter.requires_grad)
-                if parameter.requires_grad:
-                    copy.register_post_accumulate_grad_hook(partial(self._add_gradient, parameter))  # type: ignore[no-untyped-call]
-                self._copies[parameter] = copy
+        self._places = [*_places(model, dtype)]
+        self._copies = dict[tuple[nn.Parameter, ...], nn.Parameter]()  # a tied weight has several places
+        for _, _, parameters in self._places:
+            if parameters not in self._copies:
+                self._copies[parameters] = self._copy(parameters, dtype)
+        self._parts = [part for parameters, copy in self._copies.items() for part in _parts(copy.detach(), parameters)]
         self._gathered = True
         self.free()
+
+    def _copy(self, parameters: tuple[nn.Parameter, ...], dtype: torch.dtype) -> nn.Parameter:
+        empty = [torch.empty_like(parameter, dtype=dtype) for parameter in parameters]
+        copy = nn.Parameter(torch.cat(empty) if empty[1:] else empty[0], parameters[0].requires_grad)
+        if copy.requires_grad:
+            copy.register_post_accumulate_grad_hook(partial(self._add_gradients, parameters))  # type: ignore[no-untyped-call]
+        return copy
 
     def gather(self) -> None:
         """Makes the copies and puts them in place, unless they are."""
@@ -128,17 +136,17 @@ class ComputeCopies:
             copy.untyped_storage().resize_(copy.nbytes)
         if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_([*self._copies.values()], [*self._copies])
-        for module, name, parameter in self._places:
-            module._parameters[name] = self._copies[parameter]
+                torch._foreach_copy_(self._parts, [*chain(*self._copies)])
+        for module, name, parameters in self._places:
+            module._parameters[name] = self._copies[parameters]
         self._gathered = True
 
     def free(self) -> None:
         """Puts the parameters back, frees the memory of the copies, and leaves all gradients to the parameters."""
         if not self._gathered:
             return
-        for module, name, parameter in self._places:
-            module._parameters[name] = parameter
+        for module, name, parameters in self._places:
+            module._parameters[name] = None if name == JOINT else parameters[0]
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)
         while self.first_gradients:  # one by one, as each gets twice as large
@@ -146,21 +154,33 @@ class ComputeCopies:
             parameter.grad = grad.to(parameter.dtype)
         self._gathered = False
 
-    def _add_gradient(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        grad, copy.grad = copy.grad, None
-        assert grad is not None, "autograd has just accumulated it"
-        total = parameter.grad if parameter.grad is not None else self.first_gradients.pop(parameter, None)
-        if total is None:
-            self.first_gradients[parameter] = grad
-        else:
-            parameter.grad = _sum(total, grad)
+    def _add_gradients(self, parameters: tuple[nn.Parameter, ...], copy: Tensor) -> None:
+        grads, copy.grad = copy.grad, None
+        assert grads is not None, "autograd has just accumulated it"
+        for parameter, grad in zip(parameters, _parts(grads, parameters), strict=True):
+            total = parameter.grad if parameter.grad is not None else self.first_gradients.pop(parameter, None)
+            if total is None:
+                self.first_gradients[parameter] = grad
+            else:
+                parameter.grad = _sum(total, grad)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
+def _places(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, tuple[nn.Parameter, ...]]]:
+    """Yields modules, names of their parameters that copies replace, and whose rows each copy has."""
+    joined = set[nn.Parameter]()
+    for module in model.modules():  # before its children
+        if names := getattr(module, "joined_weights", ()):
+            weights: tuple[nn.Parameter, ...] = tuple(getattr(module, name).weight for name in names)
+            joined.update(weights)
+            yield module, JOINT, weights
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, name, parameter
+            if parameter is not None and parameter.dtype != dtype and parameter not in joined:
+                yield module, name, (parameter,)
+
+
+def _parts(joint: Tensor, parameters: tuple[nn.Parameter, ...]) -> Sequence[Tensor]:
+    """Returns the rows of each of the parameters."""
+    return torch.split(joint, [*map(len, parameters)]) if parameters[1:] else (joint,)
 
 
 def _sum(total: Tensor, grad: Tensor) -> Tensor:

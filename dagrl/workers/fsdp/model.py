@@ -212,7 +212,12 @@ def load_model(
         module.unshard()
         module.reshard()
     if not sharded and trains:
-        root.copies = ComputeCopies(root, getattr(torch, policy.precision))
+        precision = getattr(torch, policy.precision)
+        if device.type == "cuda":
+            from dagrl.workers.fsdp.heads import fuse_attention
+
+            fuse_attention(root.net, precision)
+        root.copies = ComputeCopies(root, precision)
     return root
 
 

@@ -131,27 +131,45 @@ class _SplitHeads(torch.autograd.Function):
         keys = mixed.new_empty(length, batch, groups, size)
         values = mixed.detach().view(length, batch, groups, -1, size)[..., -1, :]  # a view: saved with `mixed`, never copied
         ctx.save_for_backward(mixed, query_norm, key_norm, angles)
-        _run_heads((mixed, query_norm, key_norm, angles), (queries, keys, values), mixed, mixed, eps, backward=False)
+        write_heads((mixed, query_norm, key_norm, angles), (queries, keys), eps)
         return queries, keys, values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        inputs = mixed, query_norm, key_norm, _ = ctx.saved_tensors
-        heads = tuple(grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
-        grad, parts = torch.empty_like(mixed), torch.empty(HEAD_PROGRAMS, 2, len(query_norm), device=mixed.device)
-        _run_heads(inputs, heads, grad, parts, ctx.eps, backward=True)
-        of_queries, of_keys = parts.sum(0)
-        return grad, of_queries.to(query_norm.dtype), of_keys.to(key_norm.dtype), None, None
+        inputs = ctx.saved_tensors  # once, as recomputed ones are freed
+        grad, of_norms = heads_gradients(inputs, grads, ctx.eps)
+        of_queries, of_keys = of_norms.to(inputs[1].dtype)
+        return grad, of_queries, of_keys, None, None
+
+
+def write_heads(inputs: tuple[Tensor, ...], heads: tuple[Tensor, Tensor], eps: float) -> None:
+    """Writes queries and keys, as `split_heads` returns them.
+
+    `inputs`: mixed [s, b, groups, (r + 2) d], both norms, and angles. Of transformers' layers cosines and sines [rows, d] in
+    place of angles: then a token has all queries before all keys and values, and the tokens [s b] take the rows in turn.
+    """
+    _run_heads(inputs, (*heads, heads[1]), inputs[0], inputs[0], eps, backward=False)
+
+
+def heads_gradients(inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of mixed and, in float32, of both norms [2, d], from those of queries, keys and values."""
+    heads = tuple(grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
+    grad, size = torch.empty_like(inputs[0]), len(inputs[1])
+    parts = torch.empty(HEAD_PROGRAMS, 2, size, device=grad.device)
+    _run_heads(inputs, heads, grad, parts, eps, backward=True)
+    return grad, parts.sum(0)
 
 
 def _run_heads(
     inputs: tuple[Tensor, ...], heads: tuple[Tensor, ...], grad: Tensor, parts: Tensor, eps: float, *, backward: bool
 ) -> None:
-    (length, batch, groups, width), size = inputs[0].shape, len(inputs[1])
-    strides = *(stride for head in heads for stride in head.stride()[:3]), inputs[3].stride(0)
+    mixed, query_norm, key_norm, angles, *sines = inputs
+    (length, batch, groups, width), size = mixed.shape, len(query_norm)
+    strides = *(stride for head in heads for stride in head.stride()[:3]), angles.stride(0)
     blocks = triton.next_power_of_2(groups), size // 2, triton.next_power_of_2(size // 2)
-    sizes = length * batch, batch, *strides, eps, groups, width // size - 2, *blocks
-    _heads_kernel[(HEAD_PROGRAMS,)](*inputs, *heads, grad, parts, *sizes, HEAD_STAGES, backward, num_warps=HEAD_WARPS)
+    sizes = length * batch, batch, *strides, eps, len(angles), groups, width // size - 2, *blocks
+    tensors = mixed, query_norm, key_norm, angles, *(sines or [angles]), *heads, grad, parts
+    _heads_kernel[(HEAD_PROGRAMS,)](*tensors, *sizes, HEAD_STAGES, backward, bool(sines), num_warps=HEAD_WARPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -160,6 +178,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     query_norm,
     key_norm,
     angles,
+    sines,
     queries,
     keys,
     values,
@@ -178,6 +197,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     value_h,
     stride_angle,
     eps,
+    angle_rows,
     groups: tl.constexpr,
     ratio: tl.constexpr,
     block: tl.constexpr,
@@ -185,6 +205,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     half_block: tl.constexpr,
     stages: tl.constexpr,
     backward: tl.constexpr,
+    tables: tl.constexpr,
 ):
     """Writes `queries` and `keys`; with `backward` reads their and `values`' gradients, and writes `grad` and `parts`.
 
@@ -204,17 +225,25 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     begin = tl.program_id(0) * turns
     for token in tl.range(begin, tl.minimum(begin + turns, tokens), num_stages=stages):
         position, row = tl.cast(token // batch, tl.int64), tl.cast(token % batch, tl.int64)
-        if (token == begin) | (token % batch == 0):
-            angle = tl.load(angles + position * stride_angle + column, mask=real, other=0.0)
-            cos, sin = tl.cos(angle), tl.sin(angle)
-        place = (tl.cast(token, tl.int64) * groups + group) * ((ratio + 2) * size) + column
+        place = tl.cast(token, tl.int64) * (groups * (ratio + 2) * size) + column
+        if tables:  # cosines and sines, and transformers' order of heads
+            of_query, of_key = place + group * (ratio * size), place + (groups * ratio + group) * size
+            of_value, at = of_key + groups * size, token % angle_rows * stride_angle + column
+            cos = tl.load(angles + at, mask=real, other=0.0).to(tl.float32)
+            sin = tl.load(sines + at, mask=real, other=0.0).to(tl.float32)
+        else:
+            of_query = place + group * ((ratio + 2) * size)
+            of_key, of_value = of_query + ratio * size, of_query + (ratio + 1) * size
+            if (token == begin) | (token % batch == 0):
+                angle = tl.load(angles + position * stride_angle + column, mask=real, other=0.0)
+                cos, sin = tl.cos(angle), tl.sin(angle)
         for slot in tl.static_range(ratio + 1):
             if slot < ratio:
                 head = queries + position * query_s + row * query_b + (group * ratio + slot) * query_h + column
-                gain_1, gain_2 = query_1, query_2
+                at, gain_1, gain_2 = of_query + slot * size, query_1, query_2
             else:
-                head, gain_1, gain_2 = keys + position * key_s + row * key_b + group * key_h + column, key_1, key_2
-            at = place + slot * size
+                head = keys + position * key_s + row * key_b + group * key_h + column
+                at, gain_1, gain_2 = of_key, key_1, key_2
             first = tl.load(mixed + at, mask=here, other=0.0).to(tl.float32)
             second = tl.load(mixed + at + half, mask=here, other=0.0).to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(first * first + second * second, axis=1) / size + eps)[:, None]
@@ -239,9 +268,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
                 tl.store(head + half, (normed_2 * cos + normed_1 * sin).to(head.dtype.element_ty), mask=here)
         if backward:
             value = values + position * value_s + row * value_b + group * value_h + column
-            target = grad + place + (ratio + 1) * size
-            tl.store(target, tl.load(value, mask=here), mask=here)
-            tl.store(target + half, tl.load(value + half, mask=here), mask=here)
+            tl.store(grad + of_value, tl.load(value, mask=here), mask=here)
+            tl.store(grad + of_value + half, tl.load(value + half, mask=here), mask=here)
     if backward:
         part, inside = parts + tl.program_id(0) * (2 * size) + tl.arange(0, half_block), tl.arange(0, half_block) < half
         tl.store(part, tl.sum(total_1, axis=0), mask=inside)
