@@ -1,4 +1,4 @@
-"""Qwen3's attention with fewer products and passes over memory, where no rank shards weights.
+"""Qwen3's attention with fewer products and passes over memory, where one rank has all weights and layers keep activations.
 
 One product computes queries, keys and values, whose weights are rows of one matrix among `ComputeCopies`. Then one kernel,
 that of Megatron's layers, normalizes and rotates them. Imported only where Triton is.

@@ -213,7 +213,7 @@ def load_model(
         module.reshard()
     if not sharded and trains:
         precision = getattr(torch, policy.precision)
-        if device.type == "cuda":
+        if device.type == "cuda" and policy.fsdp_cfg.activation_checkpointing == "none":
             from dagrl.workers.fsdp.heads import fuse_attention
 
             fuse_attention(root.net, precision)
