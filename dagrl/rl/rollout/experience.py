@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_STREAM, EVALUATION_STREAM = 1 << 32, 1 << 33
 """The first number of a group of validation prompts, and of standard sets. Training groups count from 0."""
 
-DECODED_GROUPS = 8  # groups decoded at once, in parallel
+DECODED_GROUPS = 16  # groups decoded at once, in parallel
 
 REWARD_WAIT, ENVIRONMENT_WAIT = "reward_wait", "environment_wait"
 """Phases of a step in which the driver waits for functions of the user, and nothing is generated."""
