@@ -73,7 +73,11 @@ class Decoder:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Json]) -> Decoder:
+        """Reads the sizes. Raises ConfigError for one below 1."""
         sizes = language_keys(hf_config)
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            if (size := size_of(sizes, key, 1)) < 1:
+                raise ConfigError(f"the model's config.json has {key} = {size}; expected a number of at least 1")
         hidden, heads = size_of(sizes, "hidden_size", 4096), size_of(sizes, "num_attention_heads", 32)
         head, layers = size_of(sizes, "head_dim", hidden // heads), size_of(sizes, "num_hidden_layers", 32)
         experts = size_of(sizes, "num_experts", size_of(sizes, "num_local_experts", size_of(sizes, "n_routed_experts", 0)))

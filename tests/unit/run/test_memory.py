@@ -137,6 +137,8 @@ def test_a_microbatch_that_cannot_fit_is_an_error() -> None:
         config, model = bench_config("4b:dp1" + keys + FSDP, 1, 65536, 1)
         with nullcontext() if fits else pytest.raises(ConfigError, match=says):
             check_memory(RunPlan.of(config), run_memory(config, RunPlan.of(config), model, H200), H200)
+    with pytest.raises(ConfigError, match="num_attention_heads = 0; expected a number of at least 1"):
+        Decoder.of({"num_attention_heads": 0})
 
 
 def grpo(exchange: str = "auto", cache: int | None = None, gpus: int = 1) -> Config:
