@@ -87,5 +87,5 @@ def train_batch(
     return rows.with_fields(
         loss_mask=mask,
         advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],
-        generation_logprobs=generation_logprobs,  # 0 where nothing was sampled, as in episodes
+        generation_logprobs=mask * generation_logprobs,
     )
