@@ -5,6 +5,7 @@ import multiprocessing.util
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import NoReturn
 
 import pytest
@@ -26,7 +27,7 @@ def _no_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for call, (owner, name) in STARTS.items():
             patch.setattr(owner, name, _refuse(call))
-        patch.setattr("dagrl.cli.main._imports_begun", lambda *_: None)
+        patch.setattr("dagrl.run.fork_server.Server", nullcontext)
         yield
 
 
