@@ -95,9 +95,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Json], Locations]:
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
+        marks = [*_marks(node)]  # before PyYAML merges others into mappings (`<<: *base`)
         content = None if node is None else loader.construct_document(node)
         locations: Locations = {}
-        for key, mark in _marks(node):
+        for key, mark in marks:
             location = f"{path}, line {mark.line + 1}"
             if key in locations:
                 raise ConfigError(f"{_dotted(key)} ({location}) is a duplicate key; keep one of the two")

@@ -704,7 +704,7 @@ def test_conversations_that_the_template_rejects_are_dropped(run: Run, caplog: p
         ("- a\n", "contains ['a']"),
         ("a: [1\n", "is not valid YAML"),
         ("name: x\nname: y\n", "name (CONFIG, line 2) is a duplicate key"),
-        ("name: x\nalgorithm: sft\npolicy:\n  precison: float32\ndata: {}\n", "policy.precison (CONFIG, line 4)"),
+        ("name: &x {precison: a}\n\npolicy:\n  {<<: *x, precison: b}\n", "unknown key policy.precison (CONFIG, line 4)"),
         ("name: x\n", "missing key algorithm (CONFIG)"),
         ("name: " + "[\n " * 1000, "CONFIG is nested too deeply to parse"),
         (None, "no configuration file 'CONFIG'"),
