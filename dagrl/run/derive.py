@@ -467,9 +467,9 @@ def _pipelined_tokens(derived: Derived, rows: Sequence[Sized], prompts: Sequence
     sides = 2 if derived.algorithm.learns_from == "preferences" else 1
     batch = batch.take(math.ceil(sides * policy.train_global_batch_size / layout.dp))
     computed = batch.tokens * (1 - batch.saved)
-    least = max(width, math.ceil(group * computed / len(batch.lengths)) if batch.saved >= LEAST_SHARED else 0)
+    least = max(width, group * computed / len(batch.lengths) if batch.saved >= LEAST_SHARED else 0)
     counts = range(1, 4 * (layout.pp - 1) + 1)
-    choices = {min(most, max(least, math.ceil(computed / count / ROUND) * ROUND)) for count in counts}
+    choices = {min(most, math.ceil(max(least, computed / count) / ROUND) * ROUND) for count in counts}
 
     def seconds(tokens: int) -> float:
         policy = config.with_keys({"policy.sequence_packing.train_mb_tokens": tokens}).policy

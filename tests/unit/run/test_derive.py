@@ -178,7 +178,7 @@ def test_pipelines_have_enough_microbatches(machine: Any, pp: int, dp: int, sequ
         assert made == count if model is LARGE or count < 12 else made < count
     policy = {**layout, "generation": {"max_new_tokens": 64}}
     config = resolve(minimal(policy=policy, grpo={"num_prompts_per_step": 8}), prompts=4000).config
-    assert 4000 + 16 * 24 < (config.policy.sequence_packing.train_mb_tokens or 0), "all samples of a shared prompt"
+    assert (config.policy.sequence_packing.train_mb_tokens or 0) in range(4416, 9999, 64), "all samples of a shared prompt"
 
 
 RECOMPUTED = [(1, 4096, "none"), (1, 8192, "selective"), (4, 8192, "none"), (1, 45_000, "full"), (1, 100_000, "offloaded")]
