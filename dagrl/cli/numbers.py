@@ -11,12 +11,12 @@ N = TypeVar("N", int, float)
 
 def whole(text: str) -> int:
     """Parses a whole number of 0 or more."""
-    return _parsed(text, int, lambda number: number >= 0, "a number of 0 or more")
+    return _parsed(text, int, lambda number: number >= 0, "a whole number of 0 or more")
 
 
 def count(text: str) -> int:
     """Parses a whole number of 1 or more."""
-    return _parsed(text, int, lambda number: number >= 1, "a number of 1 or more")
+    return _parsed(text, int, lambda number: number >= 1, "a whole number of 1 or more")
 
 
 def positive(text: str) -> float:
