@@ -30,7 +30,7 @@ from dagrl.files import require_writable
 from dagrl.imports import keep_bytecode, require_package
 
 if TYPE_CHECKING:
-    pass
+    from dagrl.run.fork_server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -271,11 +271,7 @@ def _init(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
-        server = None
-        if not options.dry_run and sys.platform == "linux":
-            from dagrl.run.fork_server import Server
-
-            server = stack.enter_context(Server())  # begins to import what workers need
+        server = None if options.dry_run else _imports_begun(stack)
         from dagrl.config.file import dump_config, load_config
         from dagrl.telemetry.record import RunPaths, lock_run
 
@@ -289,9 +285,17 @@ def _train(options: argparse.Namespace) -> None:
             return
         with lock_run(RunPaths.of(config), existing=True):
             pass  # no other run holds it
+        server = server or _imports_begun(stack, config.cluster.keep_imports_s > 0)
         from dagrl.run.train import run_with_restarts, train
 
         run_with_restarts(train, config, server)
+
+
+def _imports_begun(stack: ExitStack, kept: bool = True) -> Server | None:
+    """Begins to import what workers on this machine need, until `stack` ends. None if an earlier run may have kept that."""
+    from dagrl.run.fork_server import Server, some_server
+
+    return None if sys.platform != "linux" or (kept and some_server()) else stack.enter_context(Server())
 
 
 def _config(options: argparse.Namespace) -> None:

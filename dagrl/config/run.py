@@ -140,6 +140,10 @@ class ClusterConfig(Section):
     gpus_per_worker: NonNegativeFloat | None = None
     """GPUs of each worker; a fraction lets workers share one. null: 1 if the machine has GPUs, else 0."""
 
+    keep_imports_s: NonNegativeFloat = 0.0
+    """Seconds for which a process that has imported torch, Megatron and vLLM stays after a run, for the next one of the same
+    terminal, whose workers are forked from it. It has no GPU memory, and several hundred MB of the host's."""
+
 
 class TimeoutConfig(Section):
     """Deadlines in seconds. Every wait of a run has one of these."""

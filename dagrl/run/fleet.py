@@ -249,7 +249,7 @@ def fork_server(config: Config, classes: Mapping[str, type], server: Server | No
             kind = Kind(worker.imports(own), worker.environment(local))
             if base_environment().items() <= kind.environment.items():
                 kinds[role] = kind
-    return ForkServer(kinds, server, config.timeouts.start_s) if kinds else None
+    return ForkServer(kinds, config.cluster.keep_imports_s, server, config.timeouts.start_s) if kinds else None
 
 
 def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources, **options: Any) -> WorkerGroup:

@@ -13,6 +13,7 @@ Ray's. The driver itself has checks that need torch called in forks, and never i
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -27,9 +28,10 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PREFIX = f"dagrl-{os.getuid()}-"  # the beginning of the names of the sockets of this user's servers
 CALLS = "calls"  # the kind of process for `ForkServer.call`
 
 GPU_DEVICES = "/dev/nvidia"
@@ -60,6 +63,8 @@ COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")  # 
 MOST_KINDS = 250  # files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
+SHELL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL")  # variables that a shell changes all the time
+
 
 class Kind(NamedTuple):
     """A kind of worker: what imports its libraries, which can be pickled, and the environment of its process."""
@@ -70,9 +75,10 @@ class Kind(NamedTuple):
 
 class Server:
     """A server, which imports `common` until `serve` gives it its kinds. It ends with this process, and as a context manager
-    with the block."""
+    with the block, unless it `stays` for other runs: then as `serve` says."""
 
     def __init__(self, common: Sequence[str] = COMMON) -> None:
+        self.stays = False
         self.pipe, theirs = socket.socketpair()
         with theirs:
             self.process = Popen(  # noqa: S603
@@ -88,13 +94,16 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        if not self.stays:
+            self.kill()
 
-    def serve(self, kinds: Mapping[bytes, socket.socket]) -> None:
-        """Forks templates of `kinds`, with their sockets."""
-        with suppress(BrokenPipeError):  # it has ended: nothing is forked
-            socket.send_fds(self.pipe, [b"\0"], [listener.fileno() for listener in kinds.values()])
-            self.pipe.sendall(pickle.dumps(list(kinds)))
+    def serve(self, control: socket.socket, kinds: Mapping[bytes, socket.socket], idle_s: float) -> None:
+        """Forks templates of `kinds`, with their sockets, and stays for `idle_s` after the last connection to `control`."""
+        self.stays = idle_s > 0
+        files = [listener.fileno() for listener in (control, *kinds.values())]
+        with suppress(BrokenPipeError), self.pipe:  # it has ended: nothing is forked
+            socket.send_fds(self.pipe, [b"\0"], files)
+            self.pipe.sendall(pickle.dumps((idle_s, list(kinds))))
 
     def kill(self) -> None:
         """Ends the server and its templates."""
@@ -108,35 +117,64 @@ def forks_here(cluster: ClusterConfig) -> bool:
     return cluster.address is None and sys.platform == "linux"
 
 
+def some_server() -> bool:
+    """Returns whether this user has a server on this machine, of a run or left by one. It may have other imports."""
+    return f"@{PREFIX}" in Path("/proc/net/unix").read_text()
+
+
 def base_environment() -> dict[str, str]:
     """Returns the variables of the server, which those of every kind contain."""
     return {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 class ForkServer:
-    """What forks the workers of a run on this machine, from `server` or a new one.
+    """What forks the workers of a run on this machine: `server`, else one that an earlier run has left, or a new one.
 
+    It ends `idle_s` after the last run that has used it, however that ended. Only what dagrl itself imports is left.
     `call_s`: seconds that a call may take (None: any number).
     """
 
-    def __init__(self, kinds: Mapping[str, Kind], server: Server | None = None, call_s: float | None = None) -> None:
+    def __init__(
+        self, kinds: Mapping[str, Kind], idle_s: float = 0.0, server: Server | None = None, call_s: float | None = None
+    ) -> None:
         every = {**kinds, CALLS: Kind(_import_checks, base_environment())}
         pickled = {role: pickle.dumps((kind.load, sorted(kind.environment.items()))) for role, kind in every.items()}
-        run = uuid.uuid4().hex
-        names = {kind: f"dagrl-{run}-{number}" for number, kind in enumerate(dict.fromkeys(pickled.values()))}
+        self._idle_s = idle_s if all(map(_is_ours, kinds.values())) else 0.0
+        key = _key(pickled.values()) if self._idle_s else uuid.uuid4().hex
+        names = {kind: f"{PREFIX}{key}-{sha256(kind).hexdigest()[:16]}" for kind in pickled.values()}
         self._names = {role: names[kind] for role, kind in pickled.items()}
+        self._server = server
         self._calls: list[Popen[bytes]] = []
         self._call_s = call_s
+        self._lease = socket.socket(socket.AF_UNIX)  # closed by the end of this process, too
+        until = time.monotonic() + SETTLE_S
+        while self._lease.connect_ex(f"\0{PREFIX}{key}"):
+            try:
+                self._start(f"{PREFIX}{key}", names)
+            except OSError as error:  # another run starts it at this moment
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise
+                time.sleep(POLL_S)
+            else:
+                return
+        if server is not None:
+            server.kill()
+            self._server = None
+
+    def _start(self, control: str, names: Mapping[bytes, str]) -> None:
         with ExitStack() as stack:
-            listeners = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in names}
-            for kind, listener in listeners.items():
-                listener.bind(f"\0{names[kind]}")  # of Linux's abstract namespace: no file that could remain
+            listeners = {name: stack.enter_context(socket.socket(socket.AF_UNIX)) for name in (control, *names.values())}
+            for name, listener in listeners.items():
+                listener.bind(f"\0{name}")  # of Linux's abstract namespace: no file that could remain
                 listener.listen()
-            self._server = server or Server()
-            self._server.serve(listeners)
+            self._lease.connect(f"\0{control}")
+            self._server = self._server or Server()
+            self._server.serve(listeners[control], {kind: listeners[name] for kind, name in names.items()}, self._idle_s)
 
     def refusals(self) -> str:
         """Returns why templates that this process has started refused by now to fork workers; empty if none has."""
+        if self._server is None:
+            return ""
         output = self._server.process.stdout
         assert output is not None
         os.set_blocking(output.fileno(), False)
@@ -189,12 +227,14 @@ class ForkServer:
         return result
 
     def end(self) -> None:
-        """Ends calls, the server and its templates. Workers live on."""
+        """Ends calls, the server and its templates, or leaves these for `idle_s`. Workers live on."""
         for process in self._calls:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        self._server.kill()
+        self._lease.close()
+        if self._server is not None and not self._idle_s:
+            self._server.kill()
 
 
 def _import_checks() -> None:
@@ -202,46 +242,78 @@ def _import_checks() -> None:
     import dagrl.run.preflight  # noqa: F401
 
 
+def _is_ours(kind: Kind) -> bool:
+    """Returns whether a kind imports by a function of dagrl."""
+    function = kind.load.func if isinstance(kind.load, partial) else kind.load
+    return function.__module__.startswith("dagrl.")
+
+
+def _key(kinds: Iterable[bytes]) -> str:
+    """Returns a name of all that the imports depend on, and of the session, in which alone a worker can join Ray's group."""
+    sources = Path(__file__).parents[1].rglob("*.py")
+    installed = (Path(path) for path in sys.path if path.endswith("-packages"))
+    files = sorted((str(path), path.stat().st_mtime_ns) for path in (*sources, *installed) if path.exists())
+    environment = sorted(item for item in os.environ.items() if item[0] not in SHELL)
+    state = (sys.executable, sys.path, sorted(kinds), files, environment, os.getcwd(), os.getsid(0))
+    return sha256(repr(state).encode()).hexdigest()
+
+
 def _serve() -> None:
-    """Runs the server until the driver ends. Returns in a worker, at its end."""
+    """Runs the server until no run has used it for a while. Returns in a worker, at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-    _end_with_parent()  # also while it imports
+    _end_with_parent(signal.SIGKILL)  # also while it imports
     with brief_imports(*UNUSED):
         for module in sys.argv[1:]:
             with gpus_unasked():
                 importlib.import_module(module)
         gc.freeze()
     with socket.socket(fileno=os.dup(0)) as pipe:
-        _, files, _, _ = socket.recv_fds(pipe, 1, MOST_KINDS)
-    kinds = pickle.load(sys.stdin.buffer)  # noqa: S301
+        _, (control_file, *files), _, _ = socket.recv_fds(pipe, 1, MOST_KINDS)
+        words = b"".join(iter(partial(pipe.recv, 1 << 16), b""))
+    idle_s, kinds = pickle.loads(words)  # noqa: S301
+    if idle_s:
+        _end_with_parent(0)
     server, held = os.pipe()  # only the server has `held`: the other end is readable when it has ended
     for file, kind in zip(files, kinds, strict=True):
         if os.fork() == 0:
-            _end_with_parent()
-            for other in (held, *(other for other in files if other != file)):
+            _end_with_parent(signal.SIGKILL)
+            for other in (held, control_file, *(other for other in files if other != file)):
                 os.close(other)
-            _run_template(socket.socket(fileno=file), kind, server)
+            _run_template(socket.socket(fileno=file), kind, server, kept=idle_s > 0)
             return
     for file in files:
         os.close(file)
-    sys.stdin.buffer.read()  # until the driver ends
+    control, runs = socket.socket(fileno=control_file), list[socket.socket]()
+    while ready := select.select([control, *runs], [], [], None if runs else idle_s)[0]:
+        for connection in ready:
+            if connection is control:
+                runs.append(control.accept()[0])
+            else:  # the run has ended
+                runs.remove(connection)
+                connection.close()
     os._exit(0)
 
 
-def _end_with_parent() -> None:
-    """Has Linux kill this process when the thread that started it ends. Forks do not inherit it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_parent(number: int) -> None:
+    """Has Linux send this process a signal (0: none) when the thread that started it ends. Forks do not inherit it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def _run_template(listener: socket.socket, kind: bytes, server: int) -> None:
-    """Imports, and forks workers until the server ends. Returns in a worker, at its end."""
+def _run_template(listener: socket.socket, kind: bytes, server: int, *, kept: bool) -> None:
+    """Imports, and forks workers until the server ends. Returns in a worker, at its end.
+
+    `kept`: for other runs, too, for which files that have been imported may change.
+    """
     imports = _load(kind)
+    sources = _imported_files() if kept else {}
     while server not in select.select([listener.fileno(), server], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
             files, request = _read_request(connection)
             different = sorted(dict(imports.variables.items() - request["environment"].items())) if request else ()
             refusal = imports.refusal or (f"the imports had other values of {different}" if different else "")
+            if kept and (changed := sorted(dict(sources.items() - _imported_files().items()))):
+                refusal = refusal or f"since the imports, {changed[0]} has changed"
             if refusal:
                 with suppress(OSError):  # the driver, or Ray's process, has ended
                     connection.sendall(refusal.encode())
@@ -266,6 +338,16 @@ def _read_request(connection: socket.socket) -> tuple[Sequence[int], dict[str, A
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     words = b"".join(iter(partial(connection.recv, 1 << 16), b""))
     return files, json.loads(words) if words else {}
+
+
+def _imported_files() -> dict[str, int]:
+    """Returns when each file of the imported modules was changed, in nanoseconds; nothing of files that are gone."""
+    times = {}
+    for module in list(sys.modules.values()):
+        with suppress(OSError, TypeError, KeyError):  # modules without a file, and what is no module
+            file = vars(module)["__file__"]
+            times[file] = os.stat(file).st_mtime_ns
+    return times
 
 
 class _Imports(NamedTuple):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from dagrl.errors import DeadlineError
+from dagrl.machine import cpu_count
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment
 from tests.integration.processes import ends_within
 
@@ -113,6 +114,38 @@ def test_functions_are_called_where_torch_is(server: ForkServer, monkeypatch: py
     monkeypatch.setattr(server, "_call_s", 0.1)
     with pytest.raises(DeadlineError, match=r"sleep has not ended within 0\.1 s, .* timeouts\.start_s"):
         server.call(time.sleep, 60)()
+
+
+def test_a_server_stays_for_the_next_run(tmp_path: Path) -> None:
+    """Its imports are dagrl's: what others import may change."""
+    variables = {"KIND": uuid.uuid4().hex}
+    parents = []
+    for _ in range(2):
+        with Server(()) as started:
+            server = ForkServer({"train": Kind(cpu_count, variables)}, idle_s=2.0, server=started)
+            parents.append(_run(server, "train", tmp_path, **variables)[0]["parent"])
+            server.end()
+    assert len(set(parents)) == 1
+    assert ends_within(30.0, lambda: psutil.pid_exists(parents[0]))
+    foreign = [ForkServer({"train": Kind(_import, variables)}, idle_s=60, server=Server(())) for _ in range(2)]
+    try:
+        assert len({_run(server, "train", tmp_path, **variables)[0]["parent"] for server in foreign}) == 2
+    finally:
+        for server in foreign:
+            server.end()
+
+
+def test_a_server_that_stays_forks_no_old_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, library = {"KIND": uuid.uuid4().hex}, tmp_path / "library.py"
+    library.write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    server = ForkServer({"train": Kind(cpu_count, variables)}, idle_s=0.1, server=Server(("library",)))
+    told, asking, errors = _run(server, "train", tmp_path, **variables)
+    assert told["pid"] != asking and not errors
+    os.utime(library, ns=(0, 1))
+    told, asking, errors = _run(server, "train", tmp_path, **variables)
+    assert told["pid"] == asking and f"since the imports, {library} has changed" in errors
+    server.end()
 
 
 def test_without_its_server_a_worker_runs_by_itself(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -25,7 +27,7 @@ from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError, StopRequestedError
 from dagrl.run import worker_setup
 from dagrl.run.cluster import AUTH_MODE, check_ray_directory, ray_cluster
-from dagrl.run.fork_server import gpus_unasked
+from dagrl.run.fork_server import PREFIX, ForkServer, gpus_unasked
 from dagrl.run.local_cluster import cluster_processes, lean_node, nodes_live
 from dagrl.run.stop import ignoring_signals, keep_handlers, stop_on_signals
 
@@ -222,3 +224,17 @@ def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) 
     with gpus_unasked():
         assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     assert torch.cuda.is_available is torch.cuda.device_count is opens_nvml
+
+
+def test_runs_that_start_at_once_share_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has taken the name, and does not listen yet, when the other connects."""
+    key = uuid.uuid4().hex
+    monkeypatch.setattr("dagrl.run.fork_server._key", lambda _: key)
+    ours = MagicMock()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0{PREFIX}{key}")
+        Timer(0.03, other.listen).start()
+        ForkServer({}, idle_s=1.0, server=ours).end()
+        other.accept()[0].close()
+    ours.kill.assert_called_once_with()
+    ours.serve.assert_not_called()
