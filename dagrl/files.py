@@ -98,11 +98,6 @@ def discarding(directory: Path) -> Iterator[None]:
         raise
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes renames inside `directory` survive a power failure."""
-    _sync(directory)
-
-
 def sync_tree(directory: Path) -> None:
     """Makes all files below `directory`, and their names, survive a power failure."""
     for parent, _, names in os.walk(directory):
@@ -147,7 +142,7 @@ def replace_directory(partial: Path, target: Path) -> None:
         remove_directory(old)
         target.rename(old)
     partial.rename(target)
-    sync_directory(target.parent)
+    _sync(target.parent)  # makes renames there survive a power failure
     remove_directory(old)
 
 

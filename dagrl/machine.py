@@ -29,13 +29,8 @@ def process_seconds() -> float:
 
 def gpu_count() -> int:
     """Returns the number of NVIDIA GPUs in `CUDA_VISIBLE_DEVICES`, or of all that the driver shows."""
-    return len(gpu_ids())
-
-
-def gpu_ids() -> list[str]:
-    """Returns the indices or UUIDs of these GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return visible_gpus(tuple(map(str, range(present))))[:present]
+    return min(present, len(visible_gpus(tuple(map(str, range(present))))))
 
 
 def visible_gpus(present: Sequence[str]) -> list[str]:

@@ -11,10 +11,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from dagrl.config import ClusterConfig
@@ -22,7 +21,7 @@ from dagrl.errors import ConfigError, RunError
 from dagrl.files import require_writable
 from dagrl.imports import gc_paused
 from dagrl.machine import DEV_SHM, gpu_count
-from dagrl.run.local_cluster import ProcessGroup, cluster_processes, kill_with_children, lean_node
+from dagrl.run.local_cluster import ProcessGroup, lean_node
 from dagrl.run.stop import ignoring_signals, keep_handlers
 
 logger = logging.getLogger(__name__)
@@ -131,12 +130,11 @@ def ray_cluster(
         raise
     except Exception as error:  # Ray raises plain exceptions here
         raise RunError(f"{_could_not(config)}: {error}. Its logs are in {LOGS}") from error
-    processes = cluster_processes()
     try:
         yield
     finally:
         with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
-            _end(group, processes, teardown_s)
+            _end(group, teardown_s)
         if group is not None:
             remove_orphaned_semaphores(semaphores() - before)
 
@@ -185,7 +183,7 @@ def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: in
         with nullcontext() if group is None else group.joined(), lean_node():
             ray.init(**_arguments(config, store_bytes), runtime_env={"env_vars": {**QUIET, **environment}})
     except BaseException:
-        _end(group, cluster_processes(), teardown_s)
+        _end(group, teardown_s)
         raise
     return group
 
@@ -213,16 +211,16 @@ def _could_not(config: ClusterConfig) -> str:
     return where if AUTH_MODE in os.environ else f"{where} (if it asks for a token, set {AUTH_MODE}=token and try again)"
 
 
-def _end(group: ProcessGroup | None, processes: Sequence[Popen[Any]], teardown_s: float) -> None:
+def _end(group: ProcessGroup | None, teardown_s: float) -> None:
     """Leaves the cluster, and kills what is left of one that was started."""
     try:
-        _shutdown(processes, teardown_s)
+        _shutdown(group, teardown_s)
     finally:
         if group is not None:
             group.kill()
 
 
-def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
+def _shutdown(group: ProcessGroup | None, teardown_s: float) -> None:
     """Runs `ray.shutdown` in a thread with a deadline, because it waits for the raylet without one.
 
     An interrupt during it kills the cluster at once; later ones are ignored.
@@ -235,13 +233,15 @@ def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
         _join(ending, teardown_s)
     except KeyboardInterrupt:
         with ignoring_signals():
-            kill_with_children(processes)
+            if group is not None:
+                group.kill()
             _join(ending, teardown_s)
         raise
     if not ending.is_alive():
         return
-    killed = kill_with_children(processes)
-    what = f"its processes {killed} were killed" if killed else "it was left running"
+    if group is not None:
+        group.kill()
+    what = "it was left running" if group is None else "its processes were killed"
     logger.warning("Ray did not end within timeouts.teardown_s = %g s: %s", teardown_s, what)
     _join(ending, teardown_s)  # returns once the raylet has ended
     if ending.is_alive():

@@ -15,8 +15,6 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from dagrl.machine import descendants_of
-
 _joined = threading.local()
 """`group`: the process group that children of this thread join; they stay in the process's own without it."""
 
@@ -141,13 +139,3 @@ def nodes_live(others: Collection[str] = ()) -> bool:
         return False
     alive = {node_id.hex() for node_id, node in nodes.items() if node.state == GcsNodeInfo.ALIVE}
     return alive.issuperset({ray.get_runtime_context().get_node_id(), *others})
-
-
-def kill_with_children(processes: Iterable[Popen[Any]]) -> list[int]:
-    """Kills live processes and all their descendants (agents, workers and their children); returns the pids."""
-    alive = [process for process in processes if process.poll() is None]
-    pids = [pid for process in alive for pid in (*descendants_of(process.pid), process.pid)]
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return pids

@@ -13,37 +13,14 @@ from dagrl.run.model import language_keys
 from dagrl.runtime.layout import ParallelLayout
 
 OWN_ARGUMENTS = frozenset(
-    {
-        "additional_config",
-        "cpu_distributed_timeout_seconds",
-        "disable_custom_all_reduce",
-        "disable_log_stats",
-        "distributed_executor_backend",
-        "distributed_timeout_seconds",
-        "dtype",
-        "enable_expert_parallel",
-        "enable_lora",
-        "enable_sleep_mode",
-        "enforce_eager",
-        "gpu_memory_utilization",
-        "hf_overrides",
-        "kv_cache_memory_bytes",
-        "limit_mm_per_prompt",
-        "load_format",
-        "logprobs_mode",
-        "lora_target_modules",
-        "max_lora_rank",
-        "max_loras",
-        "max_model_len",
-        "max_num_seqs",
-        "mm_processor_cache_gb",
-        "model",
-        "seed",
-        "skip_tokenizer_init",
-        "speculative_config",
-        "tensor_parallel_size",
-        "tokenizer",
-    }
+    (
+        *("additional_config", "cpu_distributed_timeout_seconds", "disable_custom_all_reduce", "disable_log_stats"),
+        *("distributed_executor_backend", "distributed_timeout_seconds", "dtype", "enable_expert_parallel"),
+        *("enable_lora", "enable_sleep_mode", "enforce_eager", "gpu_memory_utilization", "hf_overrides"),
+        *("kv_cache_memory_bytes", "limit_mm_per_prompt", "load_format", "logprobs_mode", "lora_target_modules"),
+        *("max_lora_rank", "max_loras", "max_model_len", "max_num_seqs", "mm_processor_cache_gb", "model", "seed"),
+        *("skip_tokenizer_init", "speculative_config", "tensor_parallel_size", "tokenizer"),
+    )
 )
 """The fields of vLLM's EngineArgs that `dagrl.workers.vllm.launch` sets."""
 
