@@ -119,29 +119,20 @@ class Context:
         own = slice(self.rank * heads // self.size, (self.rank + 1) * heads // self.size)
         if repeats > 1:
             key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
-        states = [self._to_heads(one) for one in (query, key, value)]
+        states = [self._exchange(one) for one in (query, key, value)]
         rows = kwargs.pop(ROW_POSITIONS, None)
         if rows is not None and "position_ids" in kwargs:
             kwargs["position_ids"] = rows
         kwargs = {name: _of_heads(one, heads, own) for name, one in kwargs.items()}
         out = function(_HeadsOf(module, heads, own, repeats), *states, *args, **kwargs)[0]
-        return self._to_tokens(out), None
+        return self._exchange(out), None
 
-    def _to_heads(self, states: Tensor) -> Tensor:
-        """[b, heads, run, d] -> [b, heads / ranks, width, d]"""
-        rows, heads, run, size = states.shape
-        parts = states.reshape(rows, self.size, heads // self.size, run, size).movedim(1, 0)
-        return self._exchange(parts).movedim(0, 2).flatten(2, 3)
-
-    def _to_tokens(self, states: Tensor) -> Tensor:
-        """[b, width, heads / ranks, d] -> [b, run, heads, d]"""
-        rows, width, heads, size = states.shape
-        parts = states.reshape(rows, self.size, width // self.size, heads, size).movedim(1, 0)
-        return self._exchange(parts).movedim(0, 2).flatten(2, 3)
-
-    def _exchange(self, parts: Tensor) -> Tensor:
+    def _exchange(self, states: Tensor) -> Tensor:
+        """[b, heads, run, d] -> [b, heads / ranks, width, d], or [b, width, heads / ranks, d] -> [b, run, heads, d]"""
+        rows, split, joined, size = states.shape
+        parts = states.reshape(rows, self.size, split // self.size, joined, size).movedim(1, 0)
         received: Tensor = _Exchange.apply(parts.contiguous(), self.group)  # type: ignore[no-untyped-call]
-        return received
+        return received.movedim(0, 2).flatten(2, 3)
 
 
 MaskMaker = tuple[ModuleType, str, Callable[..., Any]]
