@@ -7,16 +7,10 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError
 
 CHECKPOINT_KEYS = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "quantization_config",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+    (
+        *("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "torch_dtype"),
+        *("transformers_version", "use_cache"),
+    )
 )
 """Keys that describe the checkpoint, not the model. Train and generation workers may differ in them."""
 

@@ -60,3 +60,9 @@ def find_class(policy: PolicyConfig, config: Any, *, scalar: bool) -> type[Any]:
         what = "a scalar head (ForSequenceClassification)" if scalar else "a causal language model's head"
         raise ConfigError(f"transformers has no class of {config.model_type!r} with {what}; choose another model")
     return kind
+
+
+def vision_tower(model: Any) -> Any:
+    """Returns the module of a model that encodes images; None if there is none."""
+    tower = model.get_encoder(modality="image")
+    return None if tower in (model, model.base_model) else tower

@@ -218,6 +218,7 @@ class FsdpBackend:
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model in `policy.precision` with merged weights, and any adapters in PEFT's format."""
         from dagrl.refit.sources import tensors_of
+        from dagrl.workers.fsdp.lora import whole_factors
         from dagrl.workers.fsdp.sent import sent_slices
         from dagrl.workers.train.hf_export import export_hf
 
@@ -231,7 +232,7 @@ class FsdpBackend:
             own, tensors = merged.slices, merged.tensors
         export_hf(spec.source, directory, gather_objects(group, own), tensors, spec.context.rank, group, precision)
         if self._adapters is not None:
-            whole = {name: [part.cpu() for part in one.whole()] for name, one in self._adapters.held.items()}
+            whole = {name: [part.cpu() for part in whole_factors(one)] for name, one in self._adapters.held.items()}
             write = partial(write_adapters, Path(directory) / "adapter", str(spec.source), self._policy.peft, whole)
             run_on_all_ranks(group, lambda: write() if spec.context.rank == 0 else None)
 

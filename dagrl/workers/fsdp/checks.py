@@ -178,9 +178,9 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     check_settings(config)
     policy, layout = config.policy, config.policy.train_layout
     _check_heads(policy, hf_config, layout.tp)
+    from dagrl.workers.fsdp.architecture import vision_tower
     from dagrl.workers.fsdp.dry import check_files, dry_model
     from dagrl.workers.fsdp.experts import expert_weights
-    from dagrl.workers.fsdp.model import vision_tower
     from dagrl.workers.fsdp.routers import find_routers
 
     if policy.peft.enabled and find_spec("peft") is None:
@@ -202,8 +202,11 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             logger.info("%s have no adapters; policy.peft.target_parameters gives them some", ", ".join(names))
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
-        if policy.fsdp_cfg.freeze_vision_tower:
-            vision_tower(root.net)
+        if policy.fsdp_cfg.freeze_vision_tower and vision_tower(root.net) is None:
+            name = type(root.net).__name__
+            raise ConfigError(
+                f"policy.fsdp_cfg.freeze_vision_tower is true, but {name} has no vision tower; set it to false"
+            )
     if policy.model_name is not None:
         check_files(policy, hf_config)
     what = layers_with_a_state(policy, hf_config)

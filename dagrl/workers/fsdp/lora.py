@@ -7,7 +7,6 @@ adapters, whole. Imported only where torch is.
 """
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from dagrl.config import Json, PeftConfig, PolicyConfig
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import held_boxes, local_of
-from dagrl.workers.fsdp.architecture import find_class, find_config
+from dagrl.workers.fsdp.architecture import find_class, find_config, vision_tower
 from dagrl.workers.fsdp.experts import SCALE, expert_weights, factor_names
 from dagrl.workers.train.adapters import (
     adapter_names,
@@ -38,64 +37,34 @@ from dagrl.workers.train.adapters import (
 NAME = "default"  # PEFT's name of the adapter
 
 
-class Adapter(ABC):
-    """The parameters of a linear layer, or of all experts of a layer: the frozen weight, and W + scale * B @ A."""
-
-    scale: float
-
-    @property
-    @abstractmethod
-    def weight(self) -> Any:
-        """The frozen weight, a DTensor if the model is sharded."""
-
-    @property
-    @abstractmethod
-    def factors(self) -> tuple[Any, Any]:
-        """A and B, sharded as the weight is."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of B @ A: [outputs, inputs], or [experts, outputs, inputs]."""
-
-    @abstractmethod
-    def merged(self) -> Tensor:
-        """Returns this rank's part of the weight with the adapter, in float32. A collective."""
-
-    @abstractmethod
-    def enable(self, enabled: bool) -> None:
-        """Makes passes run with the adapter, or without it."""
-
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Returns A and B whole. A collective."""
-        a, b = (one.full_tensor() if isinstance(one, DTensor) else one for one in map(torch.detach, self.factors))
-        return a, b
-
-
 @dataclass(frozen=True)
-class LayerAdapter(Adapter):
-    """That of a linear layer: A [dim, inputs] and B [outputs, dim]."""
+class LayerAdapter:
+    """That of a linear layer: W + scale * B @ A, with A [dim, inputs] and B [outputs, dim]."""
 
     layer: Any
     scale: float
 
     @property
     def weight(self) -> Any:
+        """The frozen weight, a DTensor if the model is sharded."""
         return self.layer.get_base_layer().weight
 
     @property
     def factors(self) -> tuple[Any, Any]:
+        """A and B, sharded as the weight is."""
         return self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of B @ A."""
         return tuple(self.weight.shape)
 
     def enable(self, enabled: bool) -> None:
+        """Makes passes run with the adapter, or without it."""
         self.layer.enable_adapters(enabled)
 
     def merged(self) -> Tensor:
-        """Returns this rank's part of the merged weight.
+        """Returns this rank's part of the weight with the adapter, in float32. A collective.
 
         B is sharded as the rows of the weight are, and A is split as its columns are over tensor-parallel ranks.
         """
@@ -108,10 +77,10 @@ class LayerAdapter(Adapter):
 
 
 @dataclass(frozen=True)
-class ExpertAdapter(Adapter):
-    """Those of all experts of a layer: A [experts, dim, inputs] and B [experts, outputs, dim], in `run_experts`.
+class ExpertAdapter:
+    """Those of all experts of a layer, as a `LayerAdapter`: A [experts, dim, inputs] and B [experts, outputs, dim].
 
-    Each rank has whole experts.
+    `run_experts` computes with them. Each rank has whole experts.
     """
 
     experts: Any
@@ -138,6 +107,15 @@ class ExpertAdapter(Adapter):
         a, b = map(local_of, self.factors)
         left, right = (a.mT, b.mT) if self.experts.is_transposed else (b, a)
         return torch.baddbmm(local_of(self.weight).float(), left, right, alpha=self.scale)
+
+
+Adapter = LayerAdapter | ExpertAdapter
+
+
+def whole_factors(adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """Returns A and B whole. A collective."""
+    a, b = (one.full_tensor() if isinstance(one, DTensor) else one for one in map(torch.detach, adapter.factors))
+    return a, b
 
 
 class Adapters:
@@ -190,7 +168,7 @@ class Adapters:
         """Returns A, and B times its scale, whole, by their names in a refit. A collective."""
         tensors: dict[str, Tensor] = {}
         for name, adapter in self.held.items():
-            a, b = adapter.whole()
+            a, b = whole_factors(adapter)
             tensors |= zip(adapter_names(name), (a, b * adapter.scale), strict=True)
         return tensors
 
@@ -209,8 +187,7 @@ def linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
     A model that takes images has them in its language part alone, as vLLM has.
     """
-    head, sees = model.get_output_embeddings(), model.get_encoder(modality="image") not in (model, model.base_model)
-    inside = {*(model.get_decoder() if sees else model).modules()} - {head}
+    inside = {*(model if vision_tower(model) is None else model.get_decoder()).modules()} - {model.get_output_embeddings()}
     layers = ((name, part) for name, part in model.named_modules() if _is_linear(part) and part in inside)
     return {f"{name}.weight": tuple(part.weight.shape) for name, part in layers}
 
@@ -233,11 +210,6 @@ def expert_shape(experts: Any, name: str) -> tuple[int, ...]:
     return (count, columns, rows) if experts.is_transposed else (count, rows, columns)
 
 
-def expert_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes [experts, outputs, inputs] of the weights of experts that may have adapters."""
-    return {name: expert_shape(*place) for name, place in expert_weights(model).items()}
-
-
 def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     """Wraps the linear layers that `settings` choose, and adds parameters to experts. A and B are float32, the frozen
     weights as they were.
@@ -246,7 +218,7 @@ def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    experts = expert_shapes(model)
+    experts = {name: expert_shape(*place) for name, place in expert_weights(model).items()}
     check_adapters(settings, linear_shapes(model), experts)
     lora = LoraConfig(r=settings.dim, lora_alpha=settings.alpha, target_modules=_chosen_layers(model, settings))  # type: ignore[arg-type]
     apart = nn.ModuleDict({"net": model})  # from its configuration PEFT takes `up_proj` for experts, as of older checkpoints

@@ -39,7 +39,7 @@ from dagrl.errors import CheckpointError, ConfigError, error_text
 from dagrl.refit.sources import held_boxes, local_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
-from dagrl.workers.fsdp.architecture import find_class, find_config
+from dagrl.workers.fsdp.architecture import find_class, find_config, vision_tower
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention, shared_masks
 from dagrl.workers.fsdp.context import Context
 from dagrl.workers.fsdp.copies import ComputeCopies, HostCopies
@@ -198,8 +198,8 @@ def load_model(
     check_finite(directory, [(name, local_of(one.detach())) for name, one in loaded.named_parameters() if name not in new])
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and trains and is_adapter(name) == adapted)
-    if trains and policy.fsdp_cfg.freeze_vision_tower:
-        vision_tower(loaded).requires_grad_(False)
+    if trains and policy.fsdp_cfg.freeze_vision_tower and (tower := vision_tower(loaded)) is not None:
+        tower.requires_grad_(False)
     embedding: Any = loaded.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = constant_row(config.get_text_config().to_dict())
@@ -326,7 +326,8 @@ def shard_model(
         add_adapters(model, policy.peft)
         if settings.tensor_parallel_size > 1:
             split_adapters(model, model.tp_plan, meshes.dense[TENSOR])
-    root, tower, copies = HiddenStates(model), image_layers(model), None
+    root, vision, copies = HiddenStates(model), vision_tower(model), None
+    tower = set() if vision is None else {*vision.modules()}
     for layer in find_layers(model):
         copies = prepare_layer(layer, settings, copies, compiles=settings.torch_compile and layer not in tower)
     for part in model.get_decoder().children():
@@ -375,7 +376,9 @@ def split_layers(model: PreTrainedModel, settings: FsdpConfig, meshes: Meshes) -
         )
     tensor, expert = parallel_plans(model, wanted)
     if tensor:
-        tensor |= {name: "replicated_with_grad_allreduce" for name in _activations(model)}
+        for name, part in model.named_modules():  # activations with parameters (xIELU), which plans forget
+            if type(part).__module__ == activations.__name__ and list(part.parameters()):
+                tensor[plan_key(name)] = "replicated_with_grad_allreduce"  # they run on split hidden features
         apply_tensor_parallelism(model, meshes.dense[TENSOR], tensor)
         for name, module in model.named_modules():
             split = any(isinstance(one, DTensor) for one in module.parameters(recurse=False))
@@ -403,12 +406,6 @@ class _LocalParts(TensorParallelLayer):  # type: ignore[misc]
         return True
 
 
-def _activations(model: nn.Module) -> list[str]:
-    """Returns the names of activations with parameters (xIELU), which plans forget. They run on split hidden features."""
-    parts = ((name, part) for name, part in model.named_modules() if type(part).__module__ == activations.__name__)
-    return [plan_key(name) for name, part in parts if list(part.parameters())]
-
-
 def find_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that are sharded on their own: entries of outermost lists, without those that share weights."""
     layers = list(_entries(model))
@@ -422,22 +419,6 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from _entries(child)
-
-
-def image_layers(model: PreTrainedModel) -> set[nn.Module]:
-    """Returns the modules of the vision tower, if there is one."""
-    tower = model.get_encoder(modality="image")
-    return set() if tower in (model, model.base_model) else {*tower.modules()}
-
-
-def vision_tower(model: Any) -> nn.Module:
-    """Returns the part of a model that encodes images, to freeze it. Raises ConfigError if there is none."""
-    tower: nn.Module = model.get_encoder(modality="image")
-    if tower in (model, model.base_model):
-        raise ConfigError(
-            f"policy.fsdp_cfg.freeze_vision_tower is true, but {type(model).__name__} has no vision tower; set it to false"
-        )
-    return tower
 
 
 def prepare_layer(

@@ -30,15 +30,8 @@ import torch
 from dagrl.errors import ConfigError
 
 _MODULES = (
-    "models.gpt.gpt_model",
-    "models.gpt.gpt_layer_specs",
-    "pipeline_parallel.schedules",
-    "distributed",
-    "optimizer",
-    "tensor_parallel",
-    "transformer.moe.moe_layer",
-    "transformer.moe.token_dispatcher",
-    "transformer.moe.experts",
+    *("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "pipeline_parallel.schedules", "distributed", "optimizer"),
+    *("tensor_parallel", "transformer.moe.moe_layer", "transformer.moe.token_dispatcher", "transformer.moe.experts"),
 )
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 

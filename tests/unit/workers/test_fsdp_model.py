@@ -24,7 +24,7 @@ from dagrl.workers.fsdp import FsdpWorker, copies
 from dagrl.workers.fsdp.context import _of_heads
 from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.fsdp.experts import GROUPED_PERMUTED, use_permutations
-from dagrl.workers.fsdp.lora import Adapters, add_adapters
+from dagrl.workers.fsdp.lora import Adapters, add_adapters, whole_factors
 from dagrl.workers.fsdp.model import HiddenStates, prepare_layer
 from dagrl.workers.fsdp.output import LogitTransform
 from dagrl.workers.fsdp.sent import SentWeights
@@ -560,7 +560,7 @@ def test_adapters_of_experts_are_those_of_peft(kind: str, targets: tuple[str, ..
     assert (logits - base).abs().max() > 1e-2
     with adapters.disabled():
         torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, base, atol=1e-6, rtol=0)
-    write_adapters(tmp_path / "ours", "base", settings, {name: one.whole() for name, one in adapters.held.items()})
+    write_adapters(tmp_path / "ours", "base", settings, {name: whole_factors(one) for name, one in adapters.held.items()})
     read = peft.PeftModel.from_pretrained(base_of(kind), tmp_path / "ours")
     torch.testing.assert_close(read(input_ids=tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0)
     sent, merged = SentWeights(model, "float32", torch.device("cpu"), adapters), base_of(kind)
