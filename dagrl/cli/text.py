@@ -57,7 +57,8 @@ def text_report(config: Config, count: int, console: Console) -> str:
     by_source: dict[str, list[Example]] = {}  # a task may give several the same
     for example in examples:
         by_source.setdefault(example.source, []).append(example)
-    view = _View(inputs, stop_tokens(inputs))
+    generation = inputs.config.policy.generation
+    view = _View(inputs, {*chat_of(inputs.tokenizer).ends, *(generation.stop_token_ids if generation else ())})
     ends = ", ".join(f"{token} {view.text(token)}" for token in sorted(view.stops))
     parts: list[RenderableType] = [Text.assemble(*((f"{kind}: {MEANINGS[kind]}\n", STYLES[kind]) for kind in MEANINGS))]
     parts.append(Text(f"A completion ends with {ends}." + (f" The date is {view.day}." if view.day else "")))
@@ -74,18 +75,12 @@ def text_report(config: Config, count: int, console: Console) -> str:
     return capture.get()
 
 
-def stop_tokens(inputs: Inputs) -> set[int]:
-    """Returns the tokens that end a completion."""
-    generation = inputs.config.policy.generation
-    return {*chat_of(inputs.tokenizer).ends, *(generation.stop_token_ids if generation else ())}
-
-
 def _first(rows: Sequence[Row], config: Config, count: int) -> list[Row]:
     return [rows[index] for index in open_sampler(rows, config.data).take(min(count, len(rows)))] if rows else []
 
 
 class _View:
-    """Shows rows as tables of two columns: the kind of some tokens, and these."""
+    """Shows rows as tables of two columns: the kind of some tokens, and these. `stops` are those that end a completion."""
 
     def __init__(self, inputs: Inputs, stops: set[int]) -> None:
         self.stops, self.day = stops, inputs.config.policy.tokenizer.date

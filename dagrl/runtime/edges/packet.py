@@ -75,7 +75,9 @@ def wire_body(packet: Packet) -> tuple[object, ...]:
 
 def body_from_wire(content: Any) -> PacketBody:
     if len(content) == 4:
-        return _batch_from_wire(content[0]), content[1], content[2]
+        fields, scalars = content[0]
+        arrays = {name: np.ndarray(shape, dtype, data) for name, dtype, shape, data in fields}
+        return Batch(arrays, scalars), content[1], content[2]
     body: PacketBody = content
     return body
 
@@ -92,11 +94,6 @@ def _batch_to_wire(batch: Batch) -> tuple[object, ...]:
 
 def _nbytes(batch: Batch) -> int:
     return sum([array.nbytes for array in batch.fields.values()])
-
-
-def _batch_from_wire(content: Any) -> Batch:
-    fields, scalars = content
-    return Batch({name: np.ndarray(shape, dtype, data) for name, dtype, shape, data in fields}, scalars)
 
 
 PacketBody = tuple[object, float, tuple[WorkerFailure, ...]]  # a packet without its header: value, `busy_s`, failures

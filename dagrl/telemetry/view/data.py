@@ -59,7 +59,9 @@ class RunView:
     def about(self) -> Summary:
         """Returns the run's name, algorithm, model and number of steps."""
         config = yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8"))
-        steps = sum((config.get(stage) or {}).get("max_num_steps") or 0 for stage in _stages(config))
+        generates = ":" not in config["algorithm"] or config["policy"].get("generation") is not None
+        stages = SECTIONS.get(config["algorithm"], ("sft", "grpo") if generates else ("sft",))
+        steps = sum((config.get(stage) or {}).get("max_num_steps") or 0 for stage in stages)
         return {
             "name": config["name"],
             "algorithm": config["algorithm"],
@@ -159,12 +161,6 @@ def token_kl(logprobs: npt.ArrayLike, train_logprobs: npt.ArrayLike) -> npt.NDAr
     """
     difference = np.asarray(train_logprobs, np.float64) - np.asarray(logprobs, np.float64)
     return np.expm1(difference) - difference
-
-
-def _stages(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the sections with the numbers of steps. A run of a user's algorithm that generates has `policy.generation`."""
-    own = ":" in config["algorithm"] and config["policy"].get("generation") is None
-    return SECTIONS.get(config["algorithm"], ("sft",) if own else ("sft", "grpo"))
 
 
 def _sample_summary(row: Summary, number: int) -> Summary:
