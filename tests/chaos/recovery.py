@@ -23,16 +23,11 @@ from tests.integration.main_job import GRPO, Run, running
 
 WORKERS = {"train worker": "ray::Megatron", "generation worker": "ray::Vllm"}
 COMMON = (
-    "on_failure=restart",
-    "max_restarts=1000",
+    *("on_failure=restart", "max_restarts=1000"),
     "sft.max_num_steps=0",
-    "grpo.max_num_steps=100000",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    "checkpointing.save_period=5",
-    "checkpointing.keep_last_k=2",
-    "logger.tensorboard_enabled=false",
-    "logger.log_level=INFO",
+    *("grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.val_at_start=false"),
+    *("checkpointing.save_period=5", "checkpointing.keep_last_k=2"),
+    *("logger.tensorboard_enabled=false", "logger.log_level=INFO"),
 )
 LOOPS = {
     "sync": (),

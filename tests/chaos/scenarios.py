@@ -6,30 +6,22 @@ from dataclasses import dataclass, field
 from tests.integration.main_job import GRPO, SFT
 
 COMMON = (
-    "on_failure=restart",
-    "max_restarts=1000",
-    "checkpointing.keep_last_k=2",
-    "checkpointing.save_period=5",
-    "logger.tensorboard_enabled=false",
-    "logger.trace_enabled=false",
+    *("on_failure=restart", "max_restarts=1000"),
     "timeouts={start_s: 120, compile_s: 60, warmup_s: 60, replay_s: 20, grace_s: 10, collective_s: 20, checkpoint_s: 20}",
+    *("checkpointing.keep_last_k=2", "checkpointing.save_period=5"),
+    *("logger.tensorboard_enabled=false", "logger.trace_enabled=false"),
 )
 """Deadlines are short, so that what hangs is found in seconds, and long enough for a busy machine."""
 
 GROUPS = (
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "policy.train_global_batch_size=16",
-    "policy.train_micro_batch_size=8",
-    "policy.generation.vllm_cfg.max_num_seqs=16",
+    *("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_val_samples=16"),
+    *("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8"),
+    *("policy.generation.vllm_cfg.max_num_seqs=16", "policy.optimizer.lr=3e-3"),
     "sft.max_num_steps=0",
-    "grpo.max_val_samples=16",
-    "policy.optimizer.lr=3e-3",
 )
 SEVENS = "reward.function=tests.chaos.task:sevens"
 IN_FLIGHT = (
-    "grpo.async_grpo.enabled=true",
-    "grpo.async_grpo.in_flight_weight_updates=true",
+    *("grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true"),
     "grpo.async_grpo.max_trajectory_age_steps=2",
     "loss_fn.use_importance_sampling_correction=true",
 )
@@ -70,11 +62,8 @@ SCENARIOS = {
             "sft",
             SFT,
             (
-                f"sft.max_num_steps={SFT_STEPS}",
-                "sft.val_period=100",
-                "sft.max_val_samples=16",
-                "policy.train_global_batch_size=16",
-                "policy.train_micro_batch_size=8",
+                *(f"sft.max_num_steps={SFT_STEPS}", "sft.val_period=100", "sft.max_val_samples=16"),
+                *("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8"),
             ),
             SFT_STEPS,
             exact=True,
@@ -115,10 +104,8 @@ SCENARIOS = {
             "two hosts",
             SFT,
             (
-                f"sft.max_num_steps={SFT_STEPS}",
-                "sft.val_period=0",
-                "policy.train_global_batch_size=16",
-                "policy.train_micro_batch_size=8",
+                *(f"sft.max_num_steps={SFT_STEPS}", "sft.val_period=0"),
+                *("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8"),
                 "cluster.gpus_per_worker=1",
             ),
             SFT_STEPS,

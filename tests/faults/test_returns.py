@@ -16,11 +16,8 @@ BACK_S = 60.0  # half of it on two quiet cores
 
 SMALL = (
     "sft.max_num_steps=0",
-    "grpo.max_num_steps=4000",
-    "grpo.max_val_samples=16",
-    "grpo.val_period=50",
-    "checkpointing.save_period=5",
-    "checkpointing.keep_last_k=2",
+    *("grpo.max_num_steps=4000", "grpo.max_val_samples=16", "grpo.val_period=50"),
+    *("checkpointing.save_period=5", "checkpointing.keep_last_k=2"),
     "logger.tensorboard_enabled=false",
 )
 IN_FLIGHT = (

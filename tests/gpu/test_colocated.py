@@ -18,18 +18,14 @@ from dagrl.telemetry.record import read_metrics
 ROOT = Path(__file__).parents[2]
 KV_CACHE = 4 << 30
 OVERRIDES = (
-    "policy.precision=bfloat16",
-    "policy.megatron_cfg.data_parallel_size=1",
-    "policy.generation.colocated.enabled=true",
-    "policy.generation.colocated.exchange=always",
+    *("policy.precision=bfloat16", "policy.megatron_cfg.data_parallel_size=1"),
+    *("policy.generation.colocated.enabled=true", "policy.generation.colocated.exchange=always"),
     "policy.generation.vllm_cfg.enforce_eager=false",
     f"policy.generation.vllm_cfg.kv_cache_memory_bytes={KV_CACHE}",
     "sft.max_num_steps=12",
-    "grpo.max_num_steps=5",
-    "grpo.val_period=2",
+    *("grpo.max_num_steps=5", "grpo.val_period=2"),
     "refit.verify=checksum",
-    "checkpointing.save_period=16",
-    "checkpointing.export_hf=false",
+    *("checkpointing.save_period=16", "checkpointing.export_hf=false"),
     "logger.tensorboard_enabled=false",
 )
 

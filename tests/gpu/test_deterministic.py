@@ -44,10 +44,8 @@ def test_a_request_has_the_same_bits_in_any_batch(eager: bool, tmp_path: Path) -
 def test_steps_are_executed_again_bit_for_bit(tmp_path: Path) -> None:
     """The quickstart's task in bfloat16, with every value of the steps, and the weights after them."""
     overrides = [
-        "policy.deterministic=true",
-        "policy.precision=bfloat16",
-        "policy.megatron_cfg.data_parallel_size=1",
-        "policy.generation.colocated.enabled=true",
+        *("policy.deterministic=true", "policy.precision=bfloat16"),
+        *("policy.megatron_cfg.data_parallel_size=1", "policy.generation.colocated.enabled=true"),
         "sft.max_num_steps=60",
         "grpo.max_num_steps=2",
     ]

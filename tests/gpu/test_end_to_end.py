@@ -32,16 +32,12 @@ LARGEST_KL = 3e-3
 """Between the engines, in bfloat16; published runs have 0.0004 to 0.003, and 1.46 with weights in the wrong places."""
 
 OVERRIDES = (
-    "policy.precision=bfloat16",
-    "policy.megatron_cfg.data_parallel_size=1",
+    *("policy.precision=bfloat16", "policy.megatron_cfg.data_parallel_size=1"),
     "policy.generation.vllm_cfg.enforce_eager=false",
     f"sft.max_num_steps={SFT_STEPS}",
-    f"grpo.max_num_steps={STEPS}",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
+    *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=0", "grpo.val_at_start=false"),
     "refit.verify=checksum",
-    "checkpointing.enabled=false",
-    "checkpointing.export_hf=false",
+    *("checkpointing.enabled=false", "checkpointing.export_hf=false"),
     "logger.tensorboard_enabled=false",
 )
 

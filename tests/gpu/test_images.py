@@ -11,12 +11,10 @@ from dagrl.telemetry.record import read_metrics
 pytest.importorskip("PIL", reason="needs Pillow (dagrl[images])")
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (
-    "policy.precision=bfloat16",
-    "policy.generation.colocated.enabled=true",
+    *("policy.precision=bfloat16", "policy.generation.colocated.enabled=true"),
     "policy.generation.vllm_cfg.enforce_eager=false",
     "sft.max_num_steps=100",
-    "grpo.max_num_steps=4",
-    "grpo.val_period=0",
+    *("grpo.max_num_steps=4", "grpo.val_period=0"),
     "refit.verify=checksum",
     "logger.tensorboard_enabled=false",
 )

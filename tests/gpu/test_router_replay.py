@@ -94,10 +94,8 @@ def test_recorded_experts_match_hugging_face(eager: bool, tp: int, cluster: None
 
 def test_generation_and_training_are_closer_with_the_same_experts(tmp_path: Path) -> None:
     options = (
-        f"policy.random_init.hf_config={MODEL}",
-        "policy.precision=bfloat16",
-        "policy.megatron_cfg.data_parallel_size=1",
-        "policy.generation.colocated={enabled: true}",
+        *(f"policy.random_init.hf_config={MODEL}", "policy.precision=bfloat16"),
+        *("policy.megatron_cfg.data_parallel_size=1", "policy.generation.colocated={enabled: true}"),
         "policy.generation.vllm_cfg.enforce_eager=false",
     )
     error, _ = runs_without_and_with_replay(tmp_path, *options)

@@ -43,22 +43,16 @@ SFT_STEPS, GRPO_STEPS = 120, 16
 STEPS = SFT_STEPS + GRPO_STEPS
 LEARNING = (
     f"sft.max_num_steps={SFT_STEPS}",
-    f"grpo.max_num_steps={GRPO_STEPS}",
-    "grpo.val_period=8",
-    f"checkpointing.save_period={SFT_STEPS}",
-    "checkpointing.async_save=true",
+    *(f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=8"),
+    *(f"checkpointing.save_period={SFT_STEPS}", "checkpointing.async_save=true"),
     "policy.offload_optimizer_for_logprob=true",
 )
 """The GRPO quickstart with half of its steps, which is enough to learn."""
 
 SMALL = (
-    "sft.max_num_steps=8",
-    "grpo.max_num_steps=6",
-    "sft.max_val_samples=64",
-    "grpo.max_val_samples=32",
-    "grpo.val_period=3",
-    "checkpointing.save_period=3",
-    "checkpointing.async_save=true",
+    *("sft.max_num_steps=8", "sft.max_val_samples=64"),
+    *("grpo.max_num_steps=6", "grpo.max_val_samples=32", "grpo.val_period=3"),
+    *("checkpointing.save_period=3", "checkpointing.async_save=true"),
     "policy.offload_optimizer_for_logprob=true",
     "reward.function=tests.integration.main_job:recorded_exact_match",
 )

@@ -33,29 +33,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_cluster")]
 STEPS, PROMPTS, AGE = 4, 4, 2
 OVERRIDES = (
     "sft.max_num_steps=0",
-    f"grpo.max_num_steps={STEPS}",
-    f"grpo.num_prompts_per_step={PROMPTS}",
-    "grpo.num_generations_per_prompt=2",
-    "grpo.val_period=0",
-    "grpo.val_at_start=false",
-    f"policy.train_global_batch_size={2 * PROMPTS}",
-    "policy.train_micro_batch_size=8",
-    "policy.megatron_cfg.data_parallel_size=1",
-    "policy.optimizer.lr=3e-3",
-    "policy.max_total_sequence_length=56",
-    "policy.generation.max_new_tokens=48",
+    *(f"grpo.max_num_steps={STEPS}", f"grpo.num_prompts_per_step={PROMPTS}"),
+    *("grpo.num_generations_per_prompt=2", "grpo.val_period=0", "grpo.val_at_start=false"),
+    "grpo.async_grpo.enabled=true",
+    *(f"policy.train_global_batch_size={2 * PROMPTS}", "policy.train_micro_batch_size=8"),
+    *("policy.megatron_cfg.data_parallel_size=1", "policy.optimizer.lr=3e-3"),
+    *("policy.max_total_sequence_length=56", "policy.generation.max_new_tokens=48"),
     "policy.generation.quantum_engine_steps=2",
     "policy.generation.forced_lengths={median: 24, sigma: 0.7}",
     "policy.generation.vllm_cfg.max_num_seqs=2",
     "data.task_args={digits: 2, carry: false, held_out: 8}",
     "reward.function=tests.integration.unigram_task:likes_sevens",
-    "loss_fn.use_importance_sampling_correction=true",
-    "loss_fn.truncated_importance_sampling_ratio=2.0",
-    "grpo.async_grpo.enabled=true",
-    "checkpointing.export_hf=false",
-    "checkpointing.save_period=100",
-    "logger.tensorboard_enabled=false",
-    "logger.log_level=ERROR",
+    *("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2.0"),
+    *("checkpointing.export_hf=false", "checkpointing.save_period=100"),
+    *("logger.tensorboard_enabled=false", "logger.log_level=ERROR"),
 )
 CASES = {
     "kept": ("in_flight_weight_updates=true", f"max_trajectory_age_steps={AGE}"),
@@ -155,14 +146,11 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 AGENT = (
-    f"grpo.max_num_steps={AGENT_STEPS}",
-    "grpo.async_grpo.in_flight_weight_updates=true",
+    *(f"grpo.max_num_steps={AGENT_STEPS}", "grpo.async_grpo.in_flight_weight_updates=true"),
     f"grpo.async_grpo.max_trajectory_age_steps={AGENT_AGE}",
-    "policy.generation.forced_lengths=null",
-    "policy.generation.max_new_tokens=10",
+    *("policy.generation.forced_lengths=null", "policy.generation.max_new_tokens=10"),
     "policy.generation.vllm_cfg.max_num_seqs=8",
-    "environment.agent=tests.integration.agent_task:adds_twice",
-    "environment.max_conversations=2",
+    *("environment.agent=tests.integration.agent_task:adds_twice", "environment.max_conversations=2"),
     "reward={function: null, weights: {sevens: 1.0, asked: 0.5}}",
 )
 

@@ -40,12 +40,9 @@ def test_a_process_that_fails_or_is_late_ends_with_its_output(tmp_path: Path) ->
 
 
 SMALL = (
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "policy.train_global_batch_size=16",
-    "policy.max_total_sequence_length=48",
-    "policy.generation.max_new_tokens=32",
-    "policy.generation.forced_lengths.median=8",
+    *("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4"),
+    *("policy.train_global_batch_size=16", "policy.max_total_sequence_length=48"),
+    *("policy.generation.max_new_tokens=32", "policy.generation.forced_lengths.median=8"),
     "data.task_args={count: 16, train_s: 0.02, engine_step_s: 0.002}",
 )
 

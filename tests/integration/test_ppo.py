@@ -150,15 +150,10 @@ def _reverse_kl() -> float:
 QUICK = (
     "algorithm=ppo",
     "sft.max_num_steps=150",
-    "grpo.max_num_steps=16",
-    "critic.megatron_cfg.tensor_model_parallel_size=2",
-    "critic.optimizer.lr=1e-3",
-    "checkpointing.enabled=false",
-    "checkpointing.export_hf=false",
-    "grpo.val_period=0",
-    "grpo.max_val_samples=16",
-    "cluster.num_cpus=2",
-    "cluster.num_gpus=0",
+    *("grpo.max_num_steps=16", "grpo.val_period=0", "grpo.max_val_samples=16"),
+    *("critic.megatron_cfg.tensor_model_parallel_size=2", "critic.optimizer.lr=1e-3"),
+    *("checkpointing.enabled=false", "checkpointing.export_hf=false"),
+    *("cluster.num_cpus=2", "cluster.num_gpus=0"),
 )
 
 

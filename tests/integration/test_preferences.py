@@ -121,16 +121,12 @@ def megatron_configuration(tmp_path: Path, algorithm: str, *overrides: str) -> C
     rows = [{"prompt": f"{number} is ", "chosen": "even", "rejected": "odd"} for number in range(100, 300, 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = (
-        f"algorithm={algorithm}",
+        *(f"algorithm={algorithm}", f"output_dir={tmp_path}"),
         f"data.path={path}",
-        f"output_dir={tmp_path}",
-        f"preference.max_num_steps={RUN_STEPS}",
-        "preference.val_period=0",
-        "policy.train_global_batch_size=32",
-        "policy.sequence_packing.enabled=true",
+        *(f"preference.max_num_steps={RUN_STEPS}", "preference.val_period=0"),
+        *("policy.train_global_batch_size=32", "policy.sequence_packing.enabled=true"),
         "policy.sequence_packing.train_mb_tokens=256",
-        "cluster.num_cpus=2",
-        "cluster.num_gpus=0",
+        *("cluster.num_cpus=2", "cluster.num_gpus=0"),
         *overrides,
     )
     return load_config(ROOT / SFT, words)

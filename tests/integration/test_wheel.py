@@ -50,10 +50,8 @@ def my_step(train: Shard, batch: Input) -> Value:
 """
 
 SHORT = (
-    "sft.max_num_steps=4",
-    "grpo.max_num_steps=2",
-    "sft.max_val_samples=32",
-    "grpo.max_val_samples=32",
+    *("sft.max_num_steps=4", "sft.max_val_samples=32"),
+    *("grpo.max_num_steps=2", "grpo.max_val_samples=32"),
     "policy.megatron_cfg.data_parallel_size=1",
 )
 OWN = (
