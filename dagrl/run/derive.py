@@ -145,10 +145,12 @@ def derive_from_data(
     """
     rows, prompts = [*rows], [*prompts]
     _fit_lengths(derived, rows, prompts, hf_config)
-    if gpus_per_worker(derived.config.cluster):
-        _unpack_unseparated(derived, hf_config)
-    _unshare_prefixes(derived, hf_config)
-    if gpus_per_worker(derived.config.cluster):
+    on_gpus, packing = gpus_per_worker(derived.config.cluster), "policy.sequence_packing"
+    if on_gpus and derived.config.policy.sequence_packing.enabled:
+        _leave_out(derived, f"{packing}.enabled", "unpackable", "sequences of a row would see each other through", hf_config)
+    if least_shared(derived.config.policy) is not None:
+        _leave_out(derived, f"{packing}.shared_prefix", "unshared", "the model has", hf_config)
+    if on_gpus:
         _fit_microbatches(derived, rows, prompts, hf_config, weight_bytes)
         if derived.colocated:
             _fit_shared_cache(derived, hf_config, weight_bytes)
@@ -388,22 +390,12 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
         derived.set("policy.max_total_sequence_length", min(width, shortest), what)
 
 
-def _unpack_unseparated(derived: Derived, hf_config: Mapping[str, Json]) -> None:
-    """Packs no rows of a model in which their sequences would see each other."""
-    packing, policy = "policy.sequence_packing.enabled", derived.config.policy
-    if policy.backend == "fsdp" and policy.sequence_packing.enabled and derived.open(packing, "policy.worker"):
-        named = load_attribute("dagrl.workers.fsdp.checks:unpackable", FSDP)
+def _leave_out(derived: Derived, key: str, check: str, reason: str, hf_config: Mapping[str, Json]) -> None:
+    """Sets `key` to false if a check of FSDP's workers names what in the model does not go with it."""
+    if derived.config.policy.backend == "fsdp" and derived.open(key, "policy.worker"):
+        named = load_attribute(f"dagrl.workers.fsdp.checks:{check}", FSDP)
         if what := cast(Callable[..., str], named)(derived.config, hf_config):
-            derived.set(packing, False, f"sequences of a row would see each other through {what}")
-
-
-def _unshare_prefixes(derived: Derived, hf_config: Mapping[str, Json]) -> None:
-    """Shares no prefixes in a model that cannot."""
-    policy, key = derived.config.policy, "policy.sequence_packing.shared_prefix"
-    if policy.backend == "fsdp" and derived.open(key, "policy.worker") and least_shared(policy) is not None:
-        named = load_attribute("dagrl.workers.fsdp.checks:unshared", FSDP)
-        if what := cast(Callable[..., str], named)(derived.config, hf_config):
-            derived.set(key, False, f"the model has {what}")
+            derived.set(key, False, f"{reason} {what}")
 
 
 def _fit_microbatches(

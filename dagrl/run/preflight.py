@@ -542,18 +542,14 @@ def check_media(config: Config, plan: RunPlan, hf_config: Mapping[str, Json]) ->
         advice = f"their model is not split; set {sizes} of policy.fsdp_cfg to 1"
     if advice:
         raise ConfigError(f"the run has images, but {advice}, or remove the images (data.images.enabled)")
-    if plan.generates and not gpus_per_worker(config.cluster) and _sees_images_whole(hf_config):
+    both_ways = language_keys(hf_config).get("use_bidirectional_attention") == "vision"  # Gemma 4's
+    both_ways |= hf_config.get("model_type") in ("gemma3", "paligemma")
+    if plan.generates and not gpus_per_worker(config.cluster) and both_ways:
         raise ConfigError(
             f"the run has images, but in models of type {hf_config['model_type']!r} the tokens of an image see each "
             "other, which vLLM's attention on CPUs does not do: completions would be of another model than in training. "
             "Generate on GPUs, take a model of causal attention, such as Qwen3-VL or Idefics3, or train by SFT"
         )
-
-
-def _sees_images_whole(hf_config: Mapping[str, Json]) -> bool:
-    """Returns whether the model's attention is in both directions among the tokens of an image."""
-    vision = language_keys(hf_config).get("use_bidirectional_attention") == "vision"  # Gemma 4's
-    return vision or hf_config.get("model_type") in ("gemma3", "paligemma")
 
 
 def _check_tools(chat: Chat, schemas: Sequence[Json]) -> None:
