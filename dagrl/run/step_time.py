@@ -214,8 +214,9 @@ def _sent_bytes(policy: PolicyConfig, model: Decoder, tokens: float, ways: int, 
     return sent + 6 * trained * (ranks - 1) / ranks  # float32 gradients, and weights
 
 
-def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> tuple[dict[str, float], str]:
-    """Returns the seconds in which an engine generates its share of a batch, by part, and this share in words.
+def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> tuple[dict[str, float], str, float]:
+    """Returns the seconds in which an engine generates its share of a batch, by part, this share in words, and the bytes of
+    KV cache of all that runs at once, on each GPU.
 
     With updates in flight an engine works on as many batches at once as the largest age: a batch has their time over this.
     """
@@ -226,7 +227,8 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
     prompt = (rows.tokens - sum(rows.completions)) / len(rows.completions)
     rates = PLAIN_ENGINE if config.policy.deterministic else ENGINE
     running, waiting = list[tuple[float, float]](), list(reversed(lengths)) * batches  # the last and the first step of each
-    now = decoding = 0.0
+    now = decoding = most = 0.0
+    group = config.grpo.num_generations_per_prompt  # samples that share the cache of their prompt
     while waiting or running:  # where a sequence ends, another begins
         while waiting and len(running) < engine.max_num_seqs:
             heapq.heappush(running, (now + waiting.pop(), now))
@@ -238,14 +240,15 @@ def generate_time(config: Config, model: Decoder, gpu: GpuRates, rows: Rows) -> 
         each = (cache + rates.sampled_bytes * model.vocabulary) / gpu.memory
         products = max(read, 2 * count * (active + model.embedding) / (PRODUCTS * gpu.flops))
         decoding += steps * (rates.layer_s * model.layers + (products + count * each) / tp)
+        most = max(most, math.ceil(count / group) * prompt + count * (context + steps / 2 - prompt))
         now = running[0][0]
         while running and running[0][0] <= now:
             heapq.heappop(running)
-    prompts = len(lengths) / config.grpo.num_generations_per_prompt  # whose cache their samples share
-    prefill = 2 * active * prompts * prompt / tp / (PRODUCTS * gpu.flops)
+    prefill = 2 * active * len(lengths) / group * prompt / tp / (PRODUCTS * gpu.flops)
     parts = {"decoding": decoding / batches, "prompts": prefill, "requests": rates.request_s * len(lengths)}
     tokens, steps = sum(lengths) / len(lengths), now / batches
-    return parts, f"{len(lengths)} completions of {tokens:,.0f} tokens in {steps:,.0f} engine steps"
+    about = f"{len(lengths)} completions of {tokens:,.0f} tokens in {steps:,.0f} engine steps"
+    return parts, about, most * 2 * width * model.layers * model.keys / tp
 
 
 def refit_time(config: Config, plan: RunPlan, model: Decoder, gpu: GpuRates, weights: float) -> dict[str, float]:
@@ -262,13 +265,14 @@ def run_times(
 ) -> list[PhaseTime]:
     """Returns the seconds of each phase of a step over `rows`, and of what is in between. `memory`: that of the roles."""
     times, names = list[PhaseTime](), [phase.name for phase in run_plans(config, plan)]
+    cache, needed = next((role.parts["KV cache"] for role in memory if role.role == GENERATION), math.inf), 0.0
     for phase in sorted(names, key=lambda name: (name != "generate") + name.endswith("_step") + 2 * (name == "refit")):
         if phase in NOT_COUNTED or (plan.generates and phase == "demonstration_step"):
             continue
         role = GENERATION if phase in ("generate", "refit") else load_phase(config, phase).roles[0]
         policy, model, weights = role_model(config, role, hf)
         if phase == "generate":
-            parts, about = generate_time(config, model, gpu, rows)
+            parts, about, needed = generate_time(config, model, gpu, rows)
         elif phase == "refit":
             parts, about = refit_time(config, plan, model, gpu, weights), ""
         else:
@@ -284,7 +288,8 @@ def run_times(
             if phase.startswith("reference") and copied:
                 parts["weights to the GPU"] = 4 * state_bytes(policy, model, weights).get("weights", 0.0) / gpu.host
         waits = parts.get("waiting for launches", 0.0) > WAITING * sum(parts.values())
-        reasons = ("launches take longer than kernels: how long depends on the host",) if waits else ()
+        reasons = ["launches take longer than kernels: how long depends on the host"] * waits
+        reasons += ["sequences wait for KV cache: not counted"] * (phase == "generate" and needed > cache)
         times.append(PhaseTime(phase, parts, about, (*_unknown(config, phase, policy, model), *reasons)))
     shared = [role for role in memory if role.role in plan.sharing]
     excess = sum(role.total for role in shared) - gpu.capacity

@@ -18,7 +18,7 @@ from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
 from dagrl.run import step_time
-from dagrl.run.memory import Decoder
+from dagrl.run.memory import Decoder, RoleMemory
 from dagrl.run.step_time import GPUS, Rows, generated_rows, run_times, step_seconds, train_time
 from dagrl.workers.train import cudnn_attention
 from tests.unit.run.test_memory import FSDP, PACKED, bench_config
@@ -243,16 +243,22 @@ def test_engine_steps_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     rows = replace(rows, completions=[1 + number**2 % 23 for number in range(16)], lengths=[40] * 16)
     model = Decoder.of(workloads.SHAPES["qwen3-0.6b"].config)
     prompt = (rows.tokens - sum(rows.completions)) / 16
-    waiting, running, seconds, steps = list(rows.completions), list[list[float]](), 0.0, 0
+    waiting, running, seconds, steps, most = list(rows.completions), list[list[float]](), 0.0, 0, 0.0
     while waiting or running:
         while waiting and len(running) < 3:
             running.append([waiting.pop(0), prompt])
         tokens = sum(context + 0.5 for _, context in running)
         read = 2 * model.weights + tokens / 0.98 * 2 * 2 * 28 * 1024 + len(running) * 160 * 151936
         seconds, steps = seconds + 28 * 51e-6 + read / H200.memory, steps + 1
+        most = max(most, tokens + 0.5 * len(running) - prompt * (len(running) - 1))  # samples share their prompt
         running = [[left - 1, context + 1] for left, context in running if left > 1]
-    parts, about = step_time.generate_time(config, model, H200, rows)
+    parts, about, cached = step_time.generate_time(config, model, H200, rows)
     assert parts["decoding"] == pytest.approx(seconds, rel=1e-6) and about.endswith(f" in {steps} engine steps")
+    assert cached == pytest.approx(most * 2 * 2 * 28 * 1024)
+    for room, reasons in ((0.99, ("sequences wait for KV cache: not counted",)), (1, ())):
+        memory = [RoleMemory("generation", {"KV cache": room * cached}, 0)]
+        times = run_times(config, RunPlan.of(config), workloads.SHAPES["qwen3-0.6b"].config, H200, rows, memory)
+        assert times[0].phase == "generate" and times[0].unknown == reasons
 
 
 def test_completions_have_their_mean_and_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
