@@ -132,7 +132,9 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
             replay.hung = _workers_that_hang(replay)
         now = time.monotonic()
         late = now >= replay.deadline or bool(replay.hung)
-        replay.add(_arrived_failures(graph, submitted))  # the failed worker is the cause, not those that wait for it
+        with suppress(RayChannelError, EdgeClosedError, UnreadableError):  # the next `fetch` raises it
+            # Of workers whose outputs came: they are the cause, and others may wait for them in a collective forever.
+            replay.add(graph.executable.failures(submitted))
         if late:
             replay.late = True
             replay.waiting.popleft()
@@ -175,13 +177,6 @@ def _silent(replay: PendingReplay, reports: Mapping[RoleRank, Report]) -> list[R
     """Returns the workers that do not answer although nothing that they run keeps them from it."""
     silent = [worker for worker, report in reports.items() if report is NO_ANSWER]
     return [(role, rank) for role, rank in silent if replay.groups[role].answers_while_busy]
-
-
-def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
-    """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
-    with suppress(RayChannelError, EdgeClosedError, UnreadableError):  # the next `fetch` raises it
-        return graph.executable.failures(submitted)
-    return ()
 
 
 def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:

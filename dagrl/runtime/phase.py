@@ -202,8 +202,12 @@ class Tracer:
         constants = dict(constants or {})
         for name, constant in constants.items():
             self.check_constant(f"{role.name}.{method}, argument {name!r}", constant)
-        if kind != "collect":
-            self._check_method(role, method)
+        if kind != "collect" and method not in role.methods:
+            raise self.error(
+                f"the {role.name} worker has no method {method!r}; it has "
+                f"{', '.join(sorted(name for name in role.methods if not name.startswith('_'))) or 'none'}. "
+                "Correct the name, or add the method to the worker"
+            )
         if kind in ("call", "reduce"):
             positional = 1 if kind == "reduce" else len(args) - len(keywords)
             self._check_arguments(role, method, positional, {*constants, *keywords})
@@ -249,14 +253,6 @@ class Tracer:
             raise self.error(
                 f"node {self.nodes[number].label} is an output via {self.nodes[number].transport!r}, but the driver "
                 f"only reads {SHARED_MEMORY!r}; remove the .via(), or return another node's value"
-            )
-
-    def _check_method(self, role: Role, method: str) -> None:
-        if method not in role.methods:
-            raise self.error(
-                f"the {role.name} worker has no method {method!r}; it has "
-                f"{', '.join(sorted(name for name in role.methods if not name.startswith('_'))) or 'none'}. "
-                "Correct the name, or add the method to the worker"
             )
 
     def _check_arguments(self, role: Role, method: str, positional: int, names: Collection[str]) -> None:

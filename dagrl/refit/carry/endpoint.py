@@ -196,7 +196,10 @@ class _Endpoint:
     def _run(self, version: int) -> RefitReport:
         """Sends and receives everything, and verifies it if the plan says so."""
         start = time.perf_counter()
-        self._follow_memory()  # before any message: it may reject tensors, and uploads would wait for messages
+        if self.rounds.moved or self._mapped.moved:  # views and tables would use freed memory
+            self._mapped.bind()  # before any message: it may reject tensors, and uploads would wait for messages
+            self.rounds.bind(self._mapped.rest)
+            self._prepare()
         self._mapped.start()
         self._headers.post(version, self._mapped.lent)
         numbers = self._headers.check(version)
@@ -218,13 +221,6 @@ class _Endpoint:
         if self._verify == "checksum":
             for memory in (*self.rounds.sends, *self.rounds.receives):
                 prepare_checksums(memory)
-
-    def _follow_memory(self) -> None:
-        """Binds again if a tensor has new memory; otherwise views and tables would use freed memory."""
-        if self.rounds.moved or self._mapped.moved:
-            self._mapped.bind()
-            self.rounds.bind(self._mapped.rest)
-            self._prepare()
 
     def _keep(self, memory: BucketMemory) -> None:
         """Keeps the checksums of a bucket that is packed, or unpacked."""

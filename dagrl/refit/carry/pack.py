@@ -120,7 +120,12 @@ class BucketMemory:
         The gap between a move and its scales in a message is not covered.
         """
         summed: list[list[SummedView]] = []
-        moves = zip(self.bucket.moves, self.live, self._scales, self.bytes_of_moves(self.messages), strict=True)
+        places = [
+            memory[at : at + move.nbytes]
+            for message, memory in zip(self.bucket.messages, self.messages, strict=True)
+            for at, move in zip(message.offsets, message.moves, strict=True)
+        ]
+        moves = zip(self.bucket.moves, self.live, self._scales, places, strict=True)
         for move, parts, scales, place in moves:
             pieces: list[SummedView] = []
             if all(part.dtype == wire_dtype(move) for part in parts):
@@ -134,14 +139,6 @@ class BucketMemory:
                 pieces = [(0, place[: volume(move.box)]), (move.scale_offset, place[move.scale_offset :])]
             summed.append(pieces)
         return summed
-
-    def bytes_of_moves(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the bytes of each move in `messages`, which have the sizes of the bucket's own."""
-        return [
-            memory[at : at + move.nbytes]
-            for message, memory in zip(self.bucket.messages, messages, strict=True)
-            for at, move in zip(message.offsets, message.moves, strict=True)
-        ]
 
     def _pair(self, live: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         for view, place in zip(live, places, strict=True):

@@ -108,7 +108,9 @@ class LinkWriter:
                 except OSError as error:
                     raise self._end(error) from error
             if blocks:
-                self._send_later(blocks)
+                self._unsent.append(b"".join(blocks))
+                if len(self._unsent) == 1:
+                    threading.Thread(target=self._send_unsent, name="dagrl-link", daemon=True).start()
 
     def close(self) -> None:
         """Closes the link for both sides. Drops unsent messages."""
@@ -124,11 +126,6 @@ class LinkWriter:
             raise EdgeTimeoutError(f"{self._reader} on another host did not receive the earlier messages in time")
         if self._closed:
             raise EdgeClosedError("this edge was closed") if self.lost is None else EdgeLostError(str(self.lost))
-
-    def _send_later(self, blocks: Sequence[bytes | memoryview]) -> None:
-        self._unsent.append(b"".join(blocks))
-        if len(self._unsent) == 1:
-            threading.Thread(target=self._send_unsent, name="dagrl-link", daemon=True).start()
 
     def _send_unsent(self) -> None:
         """Sends until nothing is left. Runs in its own thread."""

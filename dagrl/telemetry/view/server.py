@@ -134,7 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers one request."""
-        if not self._from_here():
+        named = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.host in LOCAL and named not in LOCAL:  # other sites may resolve their names to loopback
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to its own address only")
             return
         url = urlsplit(self.path)
@@ -150,11 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, "application/octet-stream", answer)
         else:
             self._send(HTTPStatus.OK, "application/json", to_json(answer))
-
-    def _from_here(self) -> bool:
-        """Whether the browser asked for this server by its own name. Other sites may resolve their names to loopback."""
-        named = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        return self.server.host not in LOCAL or named in LOCAL
 
     def _send(self, status: HTTPStatus, kind: str, body: str | bytes) -> None:
         content = body.encode() if isinstance(body, str) else body
