@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dagrl.attributes import setting
 from dagrl.errors import DataError
 from dagrl.imports import require_package
 
@@ -137,12 +138,8 @@ def _offline() -> Iterator[None]:
     import huggingface_hub.constants as hub
 
     logger.warning("the Hugging Face Hub does not answer; looking in the cache of `datasets` alone")
-    before = datasets.config.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE = True
-    try:
+    with setting(datasets.config, HF_HUB_OFFLINE=True), setting(hub, HF_HUB_OFFLINE=True):
         yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE = before
 
 
 def _require(path: str | Path) -> None:

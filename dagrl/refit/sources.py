@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dagrl.attributes import setting
 from dagrl.errors import RefitPlanError
 from dagrl.refit.recording import Recorder, UnmappedError
 from dagrl.refit.slices import Box, WeightSlice, intersect
@@ -146,12 +147,8 @@ def transposed_back() -> Iterator[None]:
     """
     from transformers.core_model_loading import Transpose
 
-    own = Transpose.reverse_op
-    Transpose.reverse_op = property(lambda step: Transpose(step.dim1, step.dim0))
-    try:
+    with setting(Transpose, reverse_op=property(lambda step: Transpose(step.dim1, step.dim0))):
         yield
-    finally:
-        Transpose.reverse_op = own
 
 
 def _converted(state: Mapping[str, Tensor], to_hf: ToHf) -> Iterator[tuple[WeightSlice, Arranged | None]]:

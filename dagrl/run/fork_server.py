@@ -36,6 +36,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
+from dagrl.attributes import setting
 from dagrl.errors import DeadlineError, RunError
 from dagrl.imports import UNUSED, brief_imports
 from dagrl.machine import gpu_count
@@ -402,13 +403,8 @@ def gpus_unasked() -> Iterator[None]:
     if (torch := sys.modules.get("torch")) is None:
         yield
         return
-    cuda = torch.cuda
-    functions = cuda.is_available, cuda.device_count
-    cuda.is_available, cuda.device_count = lambda: gpu_count() > 0, gpu_count
-    try:
+    with setting(torch.cuda, is_available=lambda: gpu_count() > 0, device_count=gpu_count):
         yield
-    finally:
-        cuda.is_available, cuda.device_count = functions
 
 
 def _become(files: Sequence[int], words: Sequence[str], environment: Mapping[str, str], directory: str, group: int) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
+from dagrl.attributes import setting
+
 _joined = threading.local()
 """`group`: the process group that children of this thread join; they stay in the process's own without it."""
 
@@ -81,9 +83,7 @@ def lean_node() -> Iterator[None]:
         node._webui_url = ""  # as without a dashboard
 
     left_out = ("start_api_server", "start_monitor", "start_log_monitor")
-    rays = {name: getattr(Node, name) for name in left_out if hasattr(Node, name)}
-    for name in rays:
-        setattr(Node, name, none)
+    ours: dict[str, Any] = {name: none for name in left_out if hasattr(Node, name)}
     start_raylet = getattr(Node, "start_raylet", None)
     if start_raylet is not None:
 
@@ -91,12 +91,9 @@ def lean_node() -> Iterator[None]:
             node._ray_params.setup_worker_path = str(Path(__file__).with_name("worker_setup.py"))
             return start_raylet(node, *arguments, **options)
 
-        rays["start_raylet"], Node.start_raylet = start_raylet, start
-    try:
+        ours["start_raylet"] = start
+    with setting(Node, **ours):
         yield
-    finally:
-        for name, method in rays.items():
-            setattr(Node, name, method)
 
 
 def cluster_processes() -> list[Popen[Any]]:

@@ -6,8 +6,8 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from dagrl import errors
+from dagrl.attributes import setting
 from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
 from dagrl.runtime.deadline import Deadline
@@ -208,14 +209,9 @@ class WorkerGroup:
         self.wait(installs, self._deadline, "start")
         self.locations = tuple(WorkerLocation(*place) for place in self.call_function(where))
 
-    @contextmanager
-    def waiting(self, while_waiting: Callable[[], None]) -> Iterator[None]:
+    def waiting(self, while_waiting: Callable[[], None]) -> AbstractContextManager[None]:
         """Makes waits of plain calls inside the block call `while_waiting` repeatedly, which may raise to give up."""
-        self._while_waiting = while_waiting
-        try:
-            yield
-        finally:
-            self._while_waiting = None
+        return setting(self, _while_waiting=while_waiting)
 
     def prepare(self, ranks: Sequence[int] | None = None) -> None:
         """Lets workers (None: all) `prepare` for `setup`, if the class has that. Does not wait; `setup` comes after it."""

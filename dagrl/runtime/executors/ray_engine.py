@@ -12,7 +12,6 @@ Ray's limits, and what is done about them:
 - `teardown` of a hung graph blocks forever. It gets a deadline, after which the actors are killed.
 """
 
-import dataclasses
 import logging
 import queue
 import threading
@@ -28,6 +27,7 @@ from ray.actor import ActorHandle
 from ray.dag import DAGContext
 from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError
 
+from dagrl.attributes import setting
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet
@@ -167,17 +167,12 @@ def _prepare_worker(worker: object, channel_bytes: int) -> None:
 @contextmanager
 def driver_settings(limits: GraphLimits) -> Iterator[None]:
     """Sets Ray's input size, replays in flight and deadlines for graphs compiled inside."""
-    context = DAGContext.get_current()
-    before = dataclasses.asdict(context)
-    context.buffer_size_bytes = limits.input_bytes + ENVELOPE_BYTES
-    context.max_inflight_executions = context.max_buffered_results = limits.max_in_flight
-    context.submit_timeout = context.get_timeout = max(1, round(limits.replay_s))
-    context.teardown_timeout = max(1, round(limits.teardown_s))
-    try:
+    sizes = {"buffer_size_bytes": limits.input_bytes + ENVELOPE_BYTES}
+    sizes |= dict.fromkeys(("max_inflight_executions", "max_buffered_results"), limits.max_in_flight)
+    timeouts = dict.fromkeys(("submit_timeout", "get_timeout"), max(1, round(limits.replay_s)))
+    timeouts["teardown_timeout"] = max(1, round(limits.teardown_s))
+    with setting(DAGContext.get_current(), **sizes, **timeouts):
         yield
-    finally:
-        for name, value in before.items():
-            setattr(context, name, value)
 
 
 def compile_dag(bound: BoundGraph, limits: GraphLimits) -> Any:

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, masking_utils
 
+from dagrl.attributes import setting
 from dagrl.errors import ConfigError
 from dagrl.workers.fsdp.architecture import layer_configs
 
@@ -72,14 +73,9 @@ class Context:
             )
         return repeats
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Runs the block with whole rows on each rank."""
-        self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = True
+        return setting(self, enabled=False)
 
     @contextmanager
     def whole_rows(self, positions: Tensor) -> Iterator[None]:
@@ -152,13 +148,10 @@ def mask_makers(net: nn.Module) -> list[MaskMaker]:
 @contextmanager
 def replaced(makers: list[MaskMaker], other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Context in which the model calls `other(maker)` in place of each of `makers`."""
-    for home, name, maker in makers:
-        setattr(home, name, other(maker))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for home, name, maker in makers:
-            setattr(home, name, maker)
+            stack.enter_context(setting(home, **{name: other(maker)}))
+        yield
 
 
 def given_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

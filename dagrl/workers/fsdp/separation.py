@@ -3,8 +3,8 @@
 Before a run the model's code tells, in workers its outputs. Imported only where torch is.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
+from dagrl.attributes import setting
 from dagrl.errors import ConfigError
 from dagrl.workers.fsdp.attention import TORCH_VARLEN
 from dagrl.workers.fsdp.context import given_arguments, mask_makers, replaced
@@ -85,20 +86,14 @@ def _built(kind: type[Any], config: Any, attention: str | None) -> Any:
         return None
 
 
-@contextmanager
-def _attention(handed: list[set[str]]) -> Iterator[None]:
+def _attention(handed: list[set[str]]) -> AbstractContextManager[None]:
     """Context in which transformers' attention only says what it is handed, and ends the run."""
-    plain = AttentionInterface.get_interface
 
     def attend(*_: Any, **kwargs: Any) -> None:
         handed.append({name for name, value in kwargs.items() if value is not None})
         raise _ReachedAttentionError
 
-    AttentionInterface.get_interface = lambda *_: attend
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = plain
+    return setting(AttentionInterface, get_interface=lambda *_: attend)
 
 
 @torch.no_grad()

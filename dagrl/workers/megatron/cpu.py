@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from dagrl.attributes import setting
 from dagrl.errors import ConfigError
 
 _MODULES = (
@@ -50,7 +51,7 @@ def adapt() -> None:
 
 @cache
 def _patch_megatron() -> None:
-    with _no_compilation():
+    with setting(torch, compile=lambda function: function):  # would import inductor where functions are defined
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
     from megatron.core.tensor_parallel import random
@@ -60,17 +61,6 @@ def _patch_megatron() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     _pass_split_sizes_as_numbers()
     _gather_unequal_parts()
-
-
-@contextlib.contextmanager
-def _no_compilation() -> Iterator[None]:
-    """Makes `@torch.compile` return functions unchanged. It would import inductor at their definition."""
-    original = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = original
 
 
 @contextlib.contextmanager
@@ -85,11 +75,8 @@ def cuda_type_names() -> Iterator[None]:
         result = original(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
-    try:
+    with setting(torch.Tensor, type=type_name):
         yield
-    finally:
-        torch.Tensor.type = original  # type: ignore[method-assign]
 
 
 class _View(ModuleType):

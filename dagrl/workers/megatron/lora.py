@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import linear_with_frozen_weight
 from torch import Tensor
 
+from dagrl.attributes import setting
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
@@ -181,14 +182,9 @@ class Adapters:
         torch._foreach_copy_(scaled, [self.held[name][1].data for name in self._scaled])
         torch._foreach_mul_(scaled, self.scale)
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Switches the adapters off for the block."""
-        self._disabled = True
-        try:
-            yield
-        finally:
-            self._disabled = False
+        return setting(self, _disabled=True)
 
     @contextmanager
     def merged(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ microbatches, context-parallel and data-parallel workers, never averaged. Import
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from dagrl.attributes import setting
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.telemetry.metrics import StepMetrics
@@ -212,7 +212,9 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
     if ddp_settings.overlap_grad_reduce:  # as in megatron/training/training.py
         no_sync = [chunk.no_sync for chunk in chunks]
         model.config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    with cuda_type_names(), _torch_adam():
+    # Torch's AdamW even if Transformer Engine or Apex are installed: these keep step counts where neither checkpoints nor
+    # `reset_optimizer` find them.
+    with cuda_type_names(), setting(megatron_optimizer, USING_PYTORCH_OPTIMIZER=True):
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves it to its scheduler
         group["weight_decay"] = settings.policy.optimizer.weight_decay * group.get("wd_mult", 1.0)
@@ -227,20 +229,6 @@ def frozen_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
     return Trainer(model, list(model.chunks), None, OptimizerSteps(settings), settings, layout)
-
-
-@contextmanager
-def _torch_adam() -> Iterator[None]:
-    """Makes Megatron use torch's AdamW even if Transformer Engine or Apex are installed.
-
-    Their optimizers keep step counts where neither checkpoints nor `reset_optimizer` find them.
-    """
-    usual = megatron_optimizer.USING_PYTORCH_OPTIMIZER
-    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
-    try:
-        yield
-    finally:
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = usual
 
 
 def optimizer_config(settings: Config) -> OptimizerConfig:
