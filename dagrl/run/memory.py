@@ -344,13 +344,16 @@ def run_memory(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], gpu
 
 
 def sharing_roles(plan: RunPlan, roles: Sequence[RoleMemory], share: float) -> list[list[RoleMemory]]:
-    """Returns the roles that have memory of one GPU at once: colocated ones, and those that take a `share` of a GPU each
-    (`cluster.gpus_per_worker`). If a GPU has not enough shares for all of these, the largest are taken to meet there.
+    """Returns the roles that have memory of one GPU at once: those of `plan.sharing`, of which only the largest counts if
+    they take turns, and, if workers take a `share` of a GPU (`cluster.gpus_per_worker`), as many others as have room there.
+    If a GPU has not enough shares for all, the largest are taken to meet there.
     """
-    together = [role for role in roles if role.role in plan.sharing and not plan.takes_turns]
-    apart = sorted((role for role in roles if role.role not in plan.sharing), key=lambda role: -role.total)
-    largest = apart[: int(1 / share)] if 0 < share < 1 else []
-    return [group for group in (together, [role for role in roles if role in largest]) if len(group) > 1]
+    shared = sorted((role for role in roles if role.role in plan.sharing), key=lambda role: -role.total)
+    slots = [shared[:1] if plan.takes_turns else shared, *([role] for role in roles if role.role not in plan.sharing)]
+    slots.sort(key=lambda slot: -sum(role.total for role in slot))
+    most = int(1 / share) if 0 < share < 1 else 1
+    groups = [[role for slot in slots[:most] for role in slot], *slots[most:]]
+    return [[role for role in roles if role in group] for group in groups if len(group) > 1]
 
 
 def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: float = 1.0) -> None:
@@ -363,8 +366,8 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: 
         state = sum(role.state for role in group)
         if state > gpu and not any(role.unknown for role in group):
             names = " and ".join(role.role for role in group)
-            turns = ", policy.generation.colocated.exchange=auto" if group[0].role in plan.sharing else ""
-            turns = ", cluster.gpus_per_worker=1" if share < 1 and not turns else turns
+            stay = all(role.role in plan.sharing for role in group)
+            turns = ", policy.generation.colocated.exchange=auto" if stay else ", cluster.gpus_per_worker=1"
             raise ConfigError(
                 f"{names} workers need {state / GIB:.1f} GiB of a GPU before any batch (`dagrl inspect --memory`), but "
                 f"it has {gpu / GIB:.1f} GiB; spread them over more GPUs (tensor_model_parallel_size, "

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,13 @@ def test_roles_with_parts_of_a_gpu_are_added_up() -> None:
             check_memory(plan, roles, gib * GIB, 0.5)
     check_memory(plan, roles, 120 * GIB, 0.5)
     assert "train and generation share a GPU: 119.3" in memory_table(plan, roles, 120 * GIB, 0.5)
+    teacher, layouts = replace(roles[1], role="teacher"), {**plan.layouts, "teacher": plan.layouts["train"]}
+    for other, turns, line in (
+        ("teacher", False, "train and generation and teacher share a GPU: 152.8"),
+        ("generation", True, "train and teacher share a GPU: 119.3"),
+    ):
+        shared = replace(plan, sharing=("train", other), takes_turns=turns, layouts=layouts)
+        assert line in memory_table(shared, [*roles, teacher], 200 * GIB, 0.5)
 
 
 def test_workers_of_ones_own_are_not_predicted() -> None:
