@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+from dagrl.attributes import setting
 from dagrl.errors import ConfigError, MissingDependencyError, UserError
 
 EXTRAS = {
@@ -110,12 +111,10 @@ def brief_imports(*unused: str) -> Iterator[None]:
     """
     absent = [package for package in unused if package not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
-    with_files, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, _distributions
     try:
-        with gc_paused():
+        with gc_paused(), setting(importlib.metadata, packages_distributions=_distributions):
             yield
     finally:
-        importlib.metadata.packages_distributions = with_files
         for package in absent:
             del sys.modules[package]
 

@@ -11,7 +11,7 @@ or by `to_hf`. The conversion runs once over meta tensors, so that a fused or tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +128,11 @@ def _names_of_wrapped(module: torch.nn.Module) -> Iterator[None]:
     """Gives FSDP2's classes names and modules of the classes that they wrap, by which transformers finds its conversions."""
     from torch.distributed.fsdp import FSDPModule
 
-    names = {kind: (kind.__name__, kind.__module__) for kind in map(type, module.modules()) if issubclass(kind, FSDPModule)}
-    for kind in names:
-        wrapped = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
-        kind.__name__, kind.__module__ = wrapped.__name__, wrapped.__module__
-    try:
+    with ExitStack() as stack:
+        for kind in {type(part) for part in module.modules() if isinstance(part, FSDPModule)}:
+            wrapped = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+            stack.enter_context(setting(kind, __name__=wrapped.__name__, __module__=wrapped.__module__))
         yield
-    finally:
-        for kind, (name, place) in names.items():
-            kind.__name__, kind.__module__ = name, place
 
 
 @contextmanager

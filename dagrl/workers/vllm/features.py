@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dagrl.attributes import setting
 from dagrl.data.media import load_processor, without_videos
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.workers.vllm.burst_graphs import RELEASES
@@ -279,15 +280,12 @@ def reset_cached_blocks_alone() -> None:
     whole: Callable[[Any], bool] = BlockPool.reset_prefix_cache
 
     def reset(pool: Any) -> bool:
-        every, cached = pool.blocks, getattr(pool.cached_block_hash_to_block, "_cache", None)
-        if cached is None or 4 * len(cached) > len(every) or getattr(pool, "_reuse_watchers", None):
+        cached = getattr(pool.cached_block_hash_to_block, "_cache", None)
+        if cached is None or 4 * len(cached) > len(pool.blocks) or getattr(pool, "_reuse_watchers", None):
             return whole(pool)
         found = (entry.values() if isinstance(entry, dict) else (entry,) for entry in cached.values())
-        pool.blocks = chain.from_iterable(found)
-        try:
+        with setting(pool, blocks=chain.from_iterable(found)):
             return whole(pool)
-        finally:
-            pool.blocks = every
 
     BlockPool.reset_prefix_cache = reset
 
