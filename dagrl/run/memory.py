@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config
+from dagrl.config.roles import CRITIC, GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, casts_as_packed, generation_config, generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.rl.algorithm import planned_algorithm
@@ -366,8 +366,10 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: 
         state = sum(role.state for role in group)
         if state > gpu and not any(role.unknown for role in group):
             names = " and ".join(role.role for role in group)
-            stay = all(role.role in plan.sharing for role in group)
-            turns = ", policy.generation.colocated.exchange=auto" if stay else ", cluster.gpus_per_worker=1"
+            apart = any(role.role not in plan.sharing for role in group)
+            models = [f"{section_key(role.role)}.colocated=false" for role in group if role.role not in (TRAIN, GENERATION)]
+            turns = "policy.generation.colocated.exchange=auto" if plan.colocated else models[0] if models else ""
+            turns = ", cluster.gpus_per_worker=1" if apart else f", {turns}"
             raise ConfigError(
                 f"{names} workers need {state / GIB:.1f} GiB of a GPU before any batch (`dagrl inspect --memory`), but "
                 f"it has {gpu / GIB:.1f} GiB; spread them over more GPUs (tensor_model_parallel_size, "

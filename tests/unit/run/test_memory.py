@@ -192,6 +192,8 @@ def test_roles_with_parts_of_a_gpu_are_added_up() -> None:
     ):
         shared = replace(plan, sharing=("train", other), takes_turns=turns, layouts=layouts)
         assert line in memory_table(shared, [*roles, teacher], 200 * GIB, 0.5)
+    with pytest.raises(ConfigError, match=r"or KV cache, models\.teacher\.colocated=false$"):
+        check_memory(replace(plan, sharing=("train", "teacher"), layouts=layouts), [*roles, teacher], 93 * GIB)
 
 
 def test_workers_of_ones_own_are_not_predicted() -> None:
