@@ -64,12 +64,19 @@ def verify_files(directory: Path, files: Mapping[str, FileEntry], read_up_to: fl
 
 def write_whole(path: Path, content: str) -> None:
     """Writes `content` to `path`. After a crash, `path` is the old file or the new one, never a part of it."""
+    with replacing(path) as part, part.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path to write to, and renames that file to `path` after the block: it appears complete or not at all."""
     part = path.with_name(path.name + PART)
     try:
-        with naming(path), part.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with naming(path):
+            yield part
     except OSError:
         part.unlink(missing_ok=True)
         raise

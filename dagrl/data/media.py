@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from dagrl.data.encoder import Encoded, TextEncoder
 from dagrl.errors import ConfigError, DataError
+from dagrl.files import replacing
 from dagrl.runtime.shapes import Batch
 
 if TYPE_CHECKING:
@@ -347,10 +348,8 @@ class MediaStore:
         if not shown:
             return
         tokens, media = max(shown, key=lambda row: np.count_nonzero(row[1]))
-        part = self.directory / f"{FULLEST}.part"
-        with part.open("wb") as file:
+        with replacing(self.directory / FULLEST) as part, part.open("wb") as file:
             np.savez(file, tokens=tokens, media=media)
-        part.replace(self.directory / FULLEST)
 
     def fullest(self) -> tuple[Tokens, Tokens] | None:
         """Returns the tokens and media of the row that `keep_fullest` has kept."""

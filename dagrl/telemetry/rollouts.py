@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dagrl.files import PART, naming
+from dagrl.files import replacing
 
 if TYPE_CHECKING:
     import pyarrow
@@ -145,20 +145,14 @@ class RolloutFiles:
                 self._sizes[path] = path.stat().st_size
 
     def write(self, step: int, table: pyarrow.Table, kind: str = STEP) -> None:
-        """Writes the table of a step's samples. The file appears complete or not at all."""
+        """Writes the table of a step's samples."""
         from pyarrow import parquet
 
         path = self._directory / f"{kind}_{step:06d}.parquet"
-        part = path.with_name(path.name + PART)
-        try:
-            with naming(path):
-                parquet.write_table(table, part, compression=COMPRESSION)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        with replacing(path) as part:
+            parquet.write_table(table, part, compression=COMPRESSION)
         self._sizes.pop(path, None)  # a file that is written again is the newest
-        self._sizes[path] = part.stat().st_size
-        part.replace(path)
+        self._sizes[path] = path.stat().st_size
         total = sum(self._sizes.values())
         while self._max_bytes is not None and total > self._max_bytes and len(self._sizes) > 1:
             oldest = next(iter(self._sizes))
