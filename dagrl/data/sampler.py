@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -53,10 +53,10 @@ class Sampler:
         """Returns the position for `restore`."""
         return {**self._identity, "drawn": dict(self._drawn)}
 
-    def restore(self, state: Mapping[str, Json]) -> None:
+    def restore(self, state: Json) -> None:
         """Continues from a saved position. Raises CheckpointError if its data, order or weights differ."""
-        expected = self._identity
-        saved = {name: state.get(name) for name in expected}
+        expected, position = self._identity, cast("Mapping[str, Any]", state)
+        saved = {name: position.get(name) for name in expected}
         if saved != expected:
             others = {**saved, "digest": expected["digest"]} == expected
             raise CheckpointError(
@@ -64,7 +64,7 @@ class Sampler:
                 + ("tokens, loss masks, references or order of the examples differ; " if others else "")
                 + "use the same data, data.mixture, data.seed, data.shuffle, tokenizer and chat template"
             )
-        self._drawn = dict(cast("Mapping[str, int]", state["drawn"]))
+        self._drawn = dict(position["drawn"])
 
     def _next(self) -> int:
         total = sum(self._drawn.values()) + 1

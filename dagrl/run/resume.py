@@ -5,7 +5,6 @@ Another parallel layout is no difference.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 from dagrl.config import Config, Json
 from dagrl.config.plan import RunPlan
@@ -77,7 +76,7 @@ def _check_position(resumed: Checkpoint, counter: str, rows: Sequence[Row], conf
     if position is None or not rows:
         return
     try:
-        open_sampler(rows, config.data).restore(cast("Mapping[str, Json]", position))
+        open_sampler(rows, config.data).restore(position)
     except CheckpointError as error:
         raise CheckpointError(f"{resumed.directory}: {error}") from error
 

@@ -355,7 +355,7 @@ class Experience:
 
     def restore(self, counters: Mapping[str, Json]) -> None:
         """Restores the data position of a checkpoint. Its untrained groups start again, before others."""
-        self.sampler.restore(cast("Mapping[str, Json]", counters["grpo_sampler"]))
+        self.sampler.restore(counters["grpo_sampler"])
         self.buffer.next_number = cast(int, counters["grpo_next_group"])
         self._dropped_before = Counter(cast("Mapping[str, int]", counters["grpo_dropped"]))
         self._again.extend((number, key) for number, key in cast("list[list[int]]", counters["grpo_untrained"]))

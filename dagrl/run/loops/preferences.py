@@ -3,13 +3,12 @@
 `dagrl.rl.preferences` says why a step computes the answers' log-probabilities first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
-from dagrl.config import Json
 from dagrl.config.roles import TRAIN
 from dagrl.config.settings import algorithm_name, rows_together
 from dagrl.data import open_sampler
@@ -33,7 +32,7 @@ def train_preferences(session: Session) -> None:
     train, validation = session.inputs.preferences, session.inputs.validation_preferences
     sampler = open_sampler(train, config.data)
     if SAMPLER in state.counters:
-        sampler.restore(cast("Mapping[str, Json]", state.counters[SAMPLER]))
+        sampler.restore(state.counters[SAMPLER])
     elif session.plan.reference == TRAIN:
         session.train.call("snapshot_reference", deadline=config.timeouts.replay)
     comparison = Comparison(cast(PreferenceAlgorithm, session.plan.algorithm), session.replays)

@@ -3,10 +3,7 @@
 It is the whole run of an algorithm that learns from demonstrations, and the stage `sft` before others.
 """
 
-from collections.abc import Mapping
-from typing import cast
-
-from dagrl.config import Config, Json
+from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.config.settings import algorithm_name
 from dagrl.data import open_sampler
@@ -24,7 +21,7 @@ def train_sft(session: Session) -> None:
     train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
     sampler = open_sampler(train, config.data)
     if "sft_sampler" in state.counters:
-        sampler.restore(cast("Mapping[str, Json]", state.counters["sft_sampler"]))
+        sampler.restore(state.counters["sft_sampler"])
     session.begin(stage)
     if session.step == 0 and stage.val_at_start and validation:
         session.record_initial_validation(stage, evaluate(session, validation, may_stop=True))

@@ -174,9 +174,9 @@ def test_a_position_is_valid_for_the_same_pairs_only(tmp_path: Path) -> None:
     pairs = pairs_of(tmp_path / "pairs.jsonl", [FORMS["text"], FORMS["text"] | {"rejected": "b"}])
     others = pairs_of(tmp_path / "others.jsonl", [FORMS["text"], FORMS["text"] | {"rejected": "c"}])
     state = open_sampler(pairs, DataConfig()).state()
-    open_sampler(pairs, DataConfig()).restore(state)  # type: ignore[arg-type]
+    open_sampler(pairs, DataConfig()).restore(state)
     with pytest.raises(Exception, match="tokens, loss masks"):
-        open_sampler(others, DataConfig()).restore(state)  # type: ignore[arg-type]
+        open_sampler(others, DataConfig()).restore(state)
 
 
 def test_pairs_of_several_sources_have_their_task(tmp_path: Path) -> None:
