@@ -84,6 +84,8 @@ def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # for as long as the process
     atexit.register(gc.freeze)  # skips the final collection over torch's and Ray's objects, over 2 s
     options = _parse(arguments)
     command: Callable[[argparse.Namespace], None] = options.command

@@ -125,7 +125,7 @@ def test_a_path_that_cannot_be_written_is_one_message(dagrl: Run, monkeypatch: p
         dagrl("inspect", EXAMPLE, "--debug")
 
 
-def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As in `dagrl config --schema | head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -137,6 +137,9 @@ def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         monkeypatch.setattr("sys.stdout", full)
         assert main(["config", "--schema"]) == 2
     assert capsys.readouterr().err == "dagrl: error: cannot write to standard output: No space left on device\n"
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["config", "--schema"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_an_unusable_checkpoint_is_found_by_a_dry_run_and_changes_nothing(tmp_path: Path, dagrl: Run) -> None:
