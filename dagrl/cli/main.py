@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
     """Repeats an interrupt that Python has dropped, as it does with every exception in a `__del__`."""
     if isinstance(dropped.exc_value, KeyboardInterrupt):
-        Timer(0.01, _thread.interrupt_main).start()  # not in this function, where it would be dropped, too
+        # Not in this function, where it would be dropped, too; and as SIGTERM, for a shell's background job ignores SIGINT.
+        Timer(0.01, _thread.interrupt_main, [signal.SIGTERM]).start()
     else:
         sys.__unraisablehook__(dropped)
 

@@ -104,9 +104,11 @@ def test_an_interrupted_import_of_ray_is_not_ended(dagrl: Run, monkeypatch: pyte
 def test_an_interrupt_in_a_destructor_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of regex's patterns while they are compiled. Python drops the exception."""
     monkeypatch.setattr("sys.unraisablehook", interrupt_again)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in `main`
     with pytest.raises(KeyboardInterrupt):
         type("Dropped", (), {"__del__": lambda _: signal.default_int_handler(signal.SIGINT, None)})()
         time.sleep(5)
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
