@@ -8,7 +8,6 @@ Subcommands import what they need when they run, which keeps `dagrl --help` fast
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import atexit
 import gc
@@ -21,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Timer
+from threading import Timer, get_ident
 from typing import TYPE_CHECKING
 
 from dagrl.cli.numbers import count, finite, positive, whole
@@ -79,7 +78,7 @@ def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
     """Repeats an interrupt that Python has dropped, as it does with every exception in a `__del__`."""
     if isinstance(dropped.exc_value, KeyboardInterrupt):
         # Not in this function, where it would be dropped, too; and as SIGTERM, for a shell's background job ignores SIGINT.
-        Timer(0.01, _thread.interrupt_main, [signal.SIGTERM]).start()
+        Timer(0.01, signal.pthread_kill, [get_ident(), signal.SIGTERM]).start()
     else:
         sys.__unraisablehook__(dropped)
 
