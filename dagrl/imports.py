@@ -71,7 +71,7 @@ def keep_bytecode() -> None:
 def _remove_damaged(kept: Path) -> None:
     """Removes bytecode that has changed since the last call and cannot be read, so that Python compiles it again.
 
-    Python itself compiles anew what is empty or of another version, but raises `EOFError: marshal data too short` for a file
+    Python recompiles files that are empty or of another version, but raises `EOFError: marshal data too short` for a file
     that a quota or a power failure has cut short (https://github.com/python/cpython/issues/126606).
     """
     tag = sys.implementation.cache_tag

@@ -56,7 +56,7 @@ class Rollouts:
             generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards, burst=engines.burst_steps
         )
         grpo, replies = config.grpo, config.environment.enabled
-        self._short = replies or grpo.use_dynamic_sampling or grpo.async_grpo.max_age_steps > 0  # more waits than rewards
+        self._only_rewards_wait = not (replies or grpo.use_dynamic_sampling or grpo.async_grpo.max_age_steps > 0)
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, Turn] = {}  # waiting or in an engine
         self._waiting: dict[int, int] = {}  # the cohort of each
@@ -178,7 +178,7 @@ class Rollouts:
         for request in chosen:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
-        steps = self.quantum_size.next(long=not (self._short or self._waiting))
+        steps = self.quantum_size.next(long=self._only_rewards_wait and not self._waiting)
         self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), steps)
 
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
