@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.chat import chat_of
+from dagrl.data.decoder import decoded
 from dagrl.data.media import MEDIA, ids_in
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
@@ -165,20 +166,12 @@ def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequ
 
 
 def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> list[Sample]:
-    """Returns the sequences of complete groups with their texts, group by group. Decodes all at once, in parallel."""
+    """Returns the sequences of complete groups with their texts, group by group."""
     episodes = [episode for group in groups for episode in group.episodes]
     chat = chat_of(tokenizer)
     ended = [len(episode.tokens) > 0 and episode.tokens[-1] in chat.ends for episode in episodes]
     texts = decoded(tokenizer, [episode.tokens[: -1 if end else None] for episode, end in zip(episodes, ended, strict=True)])
     return [Sample(episode.prompt, episode, chat.without_end(text)) for episode, text in zip(episodes, texts, strict=True)]
-
-
-def decoded(tokenizer: PreTrainedTokenizerFast, sequences: Sequence[IntArray]) -> list[str]:
-    """Decodes without special tokens. The tokenizer behind transformers' own looks at no token in Python."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
-    if backend is None or tokenizer.clean_up_tokenization_spaces:
-        return [cast("str", tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in sequences]
-    return cast("list[str]", backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True))
 
 
 def request_seeds(seed: int, stream: int, count: int) -> list[int]:

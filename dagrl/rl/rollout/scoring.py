@@ -10,6 +10,7 @@ import numpy as np
 
 from dagrl.config import Config
 from dagrl.config.settings import generation_config
+from dagrl.data.decoder import decoded
 from dagrl.rl.advantages import zero_variance_groups
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED, prompt_messages
 from dagrl.rl.rewards import (
@@ -23,7 +24,7 @@ from dagrl.rl.rewards import (
     join_rewards,
     overlong_penalty,
 )
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, decoded
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.telemetry.metrics import ENVIRONMENT_FAILURES
 
 if TYPE_CHECKING:

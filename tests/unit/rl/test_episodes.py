@@ -63,19 +63,22 @@ def test_every_request_of_a_sequence_has_its_own_seed() -> None:
     assert seeds == {(seed, made): seed_of(Episode(PROMPT, seed, 9, [1] * made)) for seed, made in each}
 
 
-@pytest.mark.parametrize("cleans", [False, True])
-def test_texts_are_those_of_transformers(cleans: bool) -> None:
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(cleanup=False), None, decoders.Fuse(), decoders.ByteLevel()])
+def test_texts_are_those_of_transformers(decoder: decoders.Decoder | None) -> None:
+    """Also those of parts of characters, of special and added tokens, and of ids that no token has."""
     special = {"eos_token": "<eos>", "unk_token": "<unk>"}
-    words = [*special.values(), "do", "n't", ".", "1", "é"]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, words[1]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=cleans)
-    episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([2, 3, 4, 0], [], [5, 6])]
+    words = [*special.values(), "do", "n't", ".", "\u65e5", "", *sorted({*pre_tokenizers.ByteLevel.alphabet()} - {"."})]
+    backend = Tokenizer(models.WordLevel({word: 2 * number for number, word in enumerate(words)}, words[1]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoder
+    backend.add_tokens(["<a b>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=decoder is None)
+    made = np.random.default_rng(0).integers(0, 2 * len(words) + 9, (50, 80))
+    episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([4, 6, 8, 0], [], *made.tolist())]
     groups = [RolloutGroup(number, 0, part) for number, part in enumerate((episodes[:2], episodes[2:]))]
     actual = [sample.text for sample in samples_of(tokenizer, *groups)]
     assert actual == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
     assert samples_of(tokenizer) == []
-    assert actual[0] == ("don't." if cleans else "do n't .")
+    assert actual[0] == {"WordPiece": "do n't .", "NoneType": "don't."}.get(type(decoder).__name__, "don't.")
 
 
 @pytest.mark.parametrize("sampled", [[], [True], [True] * 5, [False, True], [True, False, False, True]])
