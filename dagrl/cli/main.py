@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Timer, get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
+from dagrl.attributes import setting
 from dagrl.cli.numbers import count, finite, positive, whole
 from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
 from dagrl.files import require_writable
@@ -84,8 +85,22 @@ def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    if sys.stdout is None:  # closed, as by `>&-`
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # for as long as the process
+    output, errors = Stream(sys.stdout), Stream(sys.stderr)
+    with setting(sys, stdout=output, stderr=errors):
+        try:
+            code = _run(arguments)
+        except SystemExit as ended:
+            if not isinstance(ended.code, int):  # argparse's is
+                raise
+            code = ended.code
+        if reason := output.end():
+            _complain(f"cannot write to standard output: {reason}")
+            code = code or 2
+        errors.end()
+        return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     atexit.register(gc.freeze)  # skips the final collection over torch's and Ray's objects, over 2 s
     options = _parse(arguments)
     command: Callable[[argparse.Namespace], None] = options.command
@@ -113,6 +128,39 @@ def _main(arguments: Sequence[str] | None) -> int:
     return 0
 
 
+class Stream:
+    """Standard output or standard error, flushed after each text. A text that cannot be written is dropped: a run goes on.
+
+    `error` is that of the last text.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file or open(os.devnull, "w", encoding="utf-8")  # None: closed, as by `>&-`
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+            self._file.flush()
+            self.error = None
+        except OSError as error:
+            self.error = error
+        return len(text)
+
+    def flush(self) -> None:
+        """Has been done."""
+
+    def end(self) -> str | None:
+        """Returns why the last text was not written; None if it was, or the pipe is closed, as after `| head`."""
+        if self.error is None:
+            return None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())  # Python flushes again at its end
+        return None if isinstance(self.error, BrokenPipeError) else self.error.strerror
+
+
 class _Version(argparse.Action):
     """Prints the installed version, and those of its parts. Looks them up only when used."""
 
@@ -122,7 +170,7 @@ class _Version(argparse.Action):
         from dagrl.machine import PARTS, package_versions
 
         versions = "".join(f"{name} {version}\n" for name, version in package_versions(PARTS).items())
-        _print(f"{versions}Python {platform.python_version()}\n")
+        sys.stdout.write(f"{versions}Python {platform.python_version()}\n")
         parser.exit()
 
 
@@ -266,9 +314,9 @@ def _init(options: argparse.Namespace) -> None:
     _check_outputs(options)
     answers = ask(options.model, options.data, options.reward)
     if unknown := check_answers(answers):
-        _print(f"not checked, as the Hugging Face Hub does not answer: {', '.join(unknown)}\n")
+        sys.stdout.write(f"not checked, as the Hugging Face Hub does not answer: {', '.join(unknown)}\n")
     write_config(answers, options.output)
-    _print(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
+    sys.stdout.write(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -283,7 +331,7 @@ def _train(options: argparse.Namespace) -> None:
             from dagrl.run.preflight import preflight
 
             inputs = preflight(config)
-            _print(dump_config(inputs.config, inputs.derived))
+            sys.stdout.write(dump_config(inputs.config, inputs.derived))
             return
         with lock_run(RunPaths.of(config), existing=True):
             pass  # no other run holds it
@@ -307,24 +355,24 @@ def _config(options: argparse.Namespace) -> None:
     if options.schema:
         if options.config is not None:
             raise ConfigError(f"--schema takes no configuration; found {options.config}")
-        _print(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n")
     elif options.config is None:
         raise ConfigError("dagrl config needs a CONFIG, or --schema")
     else:
         from dagrl.run.derive import derive_from_machine
 
         derived = derive_from_machine(load_config(options.config, options.overrides))
-        _print(dump_config(derived.config, derived.reasons))
+        sys.stdout.write(dump_config(derived.config, derived.reasons))
 
 
 def _examples(options: argparse.Namespace) -> None:
     from dagrl.cli.examples import copy_example, list_examples
 
     if options.name is None:
-        _print(list_examples())
+        sys.stdout.write(list_examples())
     else:
         require_writable(options.output, f"-o {options.output}")
-        _print("".join(f"{path}\n" for path in copy_example(options.name, options.output)))
+        sys.stdout.write("".join(f"{path}\n" for path in copy_example(options.name, options.output)))
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -341,11 +389,11 @@ def _inspect(options: argparse.Namespace) -> None:
         raise ConfigError("--gpu-memory needs --memory, and --completion needs --time GPU; add what is missing")
     config = load_config(options.config, options.overrides)
     if options.text is not None:
-        _print(text_report(config, options.text, Console()))
+        sys.stdout.write(text_report(config, options.text, Console()))
     elif options.memory:
-        _print(inspect_memory(config, options.gpu_memory))
+        sys.stdout.write(inspect_memory(config, options.gpu_memory))
     elif options.time is not None:
-        _print(time_table(*step_times(config, options.time, options.completion), options.time))
+        sys.stdout.write(time_table(*step_times(config, options.time, options.completion), options.time))
     else:
         derived = derive_from_machine(config)
         if derived.open("policy.max_total_sequence_length") and not derived.config.policy.sequence_buckets:
@@ -353,7 +401,7 @@ def _inspect(options: argparse.Namespace) -> None:
                 "policy.max_total_sequence_length is open: buckets are shown with %d tokens; a run derives it from its data",
                 derived.config.policy.max_total_sequence_length,
             )
-        _print(inspect_config(derived.config, options.phase))
+        sys.stdout.write(inspect_config(derived.config, options.phase))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -361,7 +409,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     _check_outputs(options)
     _log(options, "INFO")
-    _print(run_evaluation(options))
+    sys.stdout.write(run_evaluation(options))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -369,14 +417,14 @@ def _export(options: argparse.Namespace) -> None:
 
     _log(options, "INFO")
     export(options.source, options.output, options.overrides)
-    _print(f"wrote {options.output}\n")
+    sys.stdout.write(f"wrote {options.output}\n")
 
 
 def _replay(options: argparse.Namespace) -> None:
     from dagrl.run.counterfactual import replay_step, report
 
     _log(options)
-    _print(report(options.step, replay_step(options.run, options.step, options.overrides)))
+    sys.stdout.write(report(options.step, replay_step(options.run, options.step, options.overrides)))
 
 
 def _certify(options: argparse.Namespace) -> None:
@@ -444,17 +492,6 @@ def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
     logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
     logging.getLogger("dagrl").setLevel("DEBUG" if options.debug else level)
-
-
-def _print(text: str) -> None:
-    """Writes to standard output. Ignores a closed pipe, as after `| head`. Raises ConfigError if it cannot be written."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
-        if not isinstance(error, BrokenPipeError):
-            raise ConfigError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def _complain(message: str) -> None:
