@@ -171,10 +171,6 @@ class EndpointConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on. 0: a free one."""
 
-    image_directory: PathText | None = None
-    """Directory whose files agents may name as `image_url` (`file://...`). null: they send data URLs, or the URLs of the
-    images of their example. See docs/agents.md."""
-
 
 class EnvironmentConfig(ProcessConfig):
     """The environment of multi-turn rollouts: answers each turn of the policy. See docs/rewards.md."""

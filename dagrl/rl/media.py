@@ -56,18 +56,15 @@ def read_messages(messages: Sequence[Message], limits: ImagesConfig, where: str)
 
 @dataclass(frozen=True)
 class RolloutMedia:
-    """The images of a run's conversations. `folder` has the files that an agent may name; None: none."""
+    """The images of a run's conversations."""
 
     processor: MediaProcessor
     store: MediaStore
-    folder: Path | None = None
 
     @classmethod
     def of(cls, config: Config, processor: MediaProcessor) -> RolloutMedia:
         """Returns those of a run."""
-        folder = config.environment.endpoint.image_directory
-        store = MediaStore(RunPaths.of(config).media.absolute(), config.data.images)
-        return cls(processor, store, None if folder is None else Path(folder).resolve())
+        return cls(processor, MediaStore(RunPaths.of(config).media.absolute(), config.data.images))
 
     def keep(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Puts the media of `read_messages` into the store. Returns the messages with their names."""
@@ -83,7 +80,7 @@ class RolloutMedia:
     def requested(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the messages of a client with their images in the store, by name.
 
-        Raises DataError for an image that is neither a data URL nor a file that it may name.
+        Raises DataError for an image that is neither a data URL nor one of the example's.
         """
         return [
             self._requested(message, f"messages.{number}") if shows_images(message) else dict(message)
@@ -103,15 +100,10 @@ class RolloutMedia:
             path = Path(unquote(url.path))
             if path.parent == self.store.directory and path.is_file():  # one of the example's
                 return self.store.medium(int(path.name, 16))
-            if self.folder is None or not path.resolve().is_relative_to(self.folder):
-                raise DataError(
-                    f"{where}: an image is the file {str(path)!r:.200}; expected: a data URL, or a file under "
-                    "environment.endpoint.image_directory"
-                )
-        elif url is None or url.scheme != "data":
+        if url is None or url.scheme != "data":
             raise DataError(
-                f"{where}: an image is {data!r:.80}; expected: a data URL, data:image/png;base64,..., or a file:// URL "
-                "under environment.endpoint.image_directory. Nothing is fetched"
+                f"{where}: an image is {data!r:.200}; expected: a data URL, data:image/png;base64,..., or the URL of one of "
+                "the example's images. No other file is read, and nothing is fetched"
             )
         medium = read_image(data, Path(), self.store.limits, where, self.store.sizes)
         self.store.add([medium])
