@@ -5,6 +5,7 @@ configuration is saved with the run. Sections are by subject in `policy.py`, `me
 and `task.py`.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -199,9 +200,15 @@ class ExecutorConfig(Section):
     results and more time per replay. Phases with edges between accelerators always use `ray`."""
 
 
+NAME_BYTES = 240
+"""Longest name of a run: the 255 of a file system, less what names such as `.<name>.lock` and `<name>.1` have more."""
+
+
 def _directory_name(name: str) -> str:
     if "\0" in name or name == ".." or not name or Path(name).name != name:
         raise ValueError("a plain directory name, without slashes")
+    if len(os.fsencode(name)) > NAME_BYTES:
+        raise ValueError(f"a name of at most {NAME_BYTES} bytes")
     return name
 
 

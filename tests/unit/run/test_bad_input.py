@@ -289,6 +289,8 @@ name="a\0b" -> name (command line): found 'a\x00b' ... expected: a  ... name
 data.path="a\0b" -> data.path (command line): found 'a\x00b' ... expected: a  ... without null bytes
 name=a/b; --dry-run -> name (command line): found 'a/b' ... without slashes
 name=.. -> name (command line): found '..' ... without slashes
+name=𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞 -> name (command line): found ... at most 240 bytes
+name="\ud800" -> name (command line): found ... surrogates not allowed
 data.path=null; data.task=HERE:strange; data.task_args={made: words} ->
     HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
 data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers} ->
