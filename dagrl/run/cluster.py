@@ -110,8 +110,16 @@ def ray_cluster(
 
     `environment` is set in every worker process. `store_bytes`: of the object store of a cluster that it starts. At the end,
     semaphores that killed workers left behind are removed, and a local cluster that has not ended within `teardown_s` is
-    killed. Raises ConfigError if nothing listens at the address, RunError if Ray fails to join or to start.
+    killed. Raises ConfigError if nothing listens at the address, RunError if Ray fails to join or to start, or already runs
+    in this process; that one is left alone.
     """
+    import ray
+
+    if ray.is_initialized():
+        raise RunError(
+            "Ray already runs in this process; expected none: dagrl starts or joins a cluster itself and leaves it at the "
+            "end. Call ray.shutdown() first, or run dagrl in a process of its own"
+        )
     if config.address:
         _require_listener(config.address)
     elif (elsewhere := os.environ.get("RAY_ADDRESS")) and elsewhere != "local":

