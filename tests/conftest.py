@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -90,13 +91,28 @@ def _own_logging() -> Iterator[None]:
     ours.propagate, ours.handlers[:] = propagate, handlers
 
 
+@pytest.fixture(autouse=True)
+def _own_ray() -> Iterator[None]:
+    """Fails a test that ends the Ray of others, or leaves its own running. Shared ones start before this."""
+
+    def address() -> str | None:
+        ray = sys.modules.get("ray")
+        return ray.get_runtime_context().gcs_address if ray and ray.is_initialized() else None
+
+    before = address()
+    yield
+    assert address() == before, "left: the address of this process's Ray after the test; expected: that before it"
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     with ray_cluster(ClusterConfig(num_cpus=4), {"OMP_NUM_THREADS": "1"}):
         yield
 
 
-@pytest.fixture
-def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the runs of a test join the session's cluster."""
-    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+@pytest.fixture(scope="module")
+def one_cluster(cluster: None) -> Iterator[None]:
+    """Makes the runs of a file in this process join the session's cluster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+        yield

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,22 @@ from dagrl.bench.harness import ROOT, run_process
 from dagrl.bench.overhead import PHASES, SIDES
 from dagrl.bench.refit_cases import TRIALS
 from dagrl.bench.report import check_plot, commit, plot
-from dagrl.cli.main import main
 from dagrl.errors import ConfigError, RunError
 from tests.integration.processes import alive, ends_within
+
+
+def rows_of(tmp_path: Path, *words: str) -> Any:
+    """Measures in a process of its own, as other tests' Ray may run in this one."""
+    report = tmp_path / "rows.json"
+    run_process([sys.executable, "-m", "dagrl.cli.main", "bench", *words, "--json", str(report)], 500)
+    found = json.loads(report.read_text())
+    return found["rows"] if isinstance(found, dict) else found
 
 
 @pytest.mark.slow
 def test_every_side_of_every_shape_is_measured(tmp_path: Path) -> None:
     words = ["--quick", "--workers", "2", "--payloads", "100", "--seconds", "0.01", "--rounds", "2", "--replays", "200"]
-    assert main(["bench", "overhead", *words, "--json", str(tmp_path / "rows.json")]) == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = rows_of(tmp_path, "overhead", *words)
     found = [(row["shape"], row["side"]) for row in rows[:-1]]
     assert found == [(shape, side) for shape in PHASES for side in SIDES]
     many = rows[-1]
@@ -50,8 +57,7 @@ SMALL = (
 @pytest.mark.slow
 def test_whole_runs_are_compared(tmp_path: Path) -> None:
     words = [*SMALL, "--steps", "2", "--rounds", "1", "--sides", "sync", "in flight, age 1"]
-    assert main(["bench", "step", *words, "--json", str(tmp_path / "rows.json")]) == 0
-    sync, in_flight = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    sync, in_flight = rows_of(tmp_path, "step", *words)
     assert (sync["n"], in_flight["n"], sync["staleness/policy_age_mean"]) == (2, 2, 0)
     assert 0 < in_flight["staleness/policy_age_mean"] <= 1
     for row in (sync, in_flight):
@@ -65,8 +71,7 @@ def test_a_plain_megatron_loop_has_the_losses_of_a_run(tmp_path: Path) -> None:
     """Of one worker and of two tensor-parallel ones, from the same checkpoint on the same rows."""
     pytest.importorskip("megatron.core")
     words = ["--tiny", "--cases", "0.6b:dp1", "0.6b:tp2", "--rows", "4", "--length", "32", "--steps", "2", "--rounds", "1"]
-    assert main(["bench", "train", *words, "--json", str(tmp_path / "rows.json")]) == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = rows_of(tmp_path, "train", *words)
     assert [(row["gpus"], row["side"]) for row in rows] == [(gpus, side) for gpus in (1, 2) for side in train.SIDES]
     assert rows[0]["losses"][0] > rows[0]["losses"][-1]
     assert max(row["loss_error"] for row in rows) < 1e-6
@@ -84,9 +89,7 @@ def test_a_report_names_the_commit_of_the_checkout() -> None:
 @pytest.mark.timeout(500)
 def test_every_trial_by_every_method(tmp_path: Path) -> None:
     """A parameter that is wrong after a turn would be an error of its side."""
-    results = tmp_path / "refit.json"
-    assert main(["bench", "refit", "--trial", "--repeats", "1", "--rounds", "2", "--json", str(results)]) == 0
-    rows = json.loads(results.read_text())["rows"]
+    rows = rows_of(tmp_path, "refit", "--trial", "--repeats", "1", "--rounds", "2")
     for case in TRIALS:
         found = {row["side"]: row for row in rows if row["case"] == case.label}
         assert found["dagrl"]["rounds"] == 2 and found["dagrl"]["bytes_into_rank"] > 0
@@ -96,12 +99,9 @@ def test_every_trial_by_every_method(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows_of_architectures(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    report = tmp_path / "rows.json"
     names = ["GptOssForCausalLM", "NemotronHForCausalLM", "Qwen3ForCausalLM", "NoSuchModel"]
-    code = "import sys; from dagrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bench", "refit", "--architectures", "--json", str(report), "--names", *names]
-    subprocess.run(command, check=True, timeout=280)
-    rows = {(row["architecture"], row["source"], row["tp"]): row for row in json.loads(report.read_text())}
+    found = rows_of(tmp_path, "refit", "--architectures", "--names", *names)
+    rows = {(row["architecture"], row["source"], row["tp"]): row for row in found}
     sources = [(name, source) for name in names[:3] for source in ("hf", "dtensor")] + [("Qwen3ForCausalLM", "megatron")]
     assert all(rows[*one, tp]["passed"] for one in sources for tp in (1, 2)), rows
     missing = rows["NoSuchModel", "hf", 1]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Callable[[str], Config]:
+def run(tmp_path_factory: pytest.TempPathFactory, one_cluster: None) -> Callable[[str], Config]:
     """Runs of PPO, with a critic and a teacher, on separate devices and colocated; once each."""
     output = tmp_path_factory.mktemp("colocated")
     write_teacher(output / "teacher")
@@ -43,9 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Callable[[st
 
     @cache
     def trained(name: str) -> Config:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
-            train(configs[name])
+        train(configs[name])
         return configs[name]
 
     return trained

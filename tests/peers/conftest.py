@@ -21,8 +21,7 @@ os.environ.update(ON_CPU)  # before verl is imported
 @pytest.fixture(scope="session")
 def verl_cluster() -> Iterator[None]:
     """A local Ray cluster with the resources that verl's pools ask for: ten CPUs per worker."""
-    root = str(Path(__file__).parents[2])
-    environment = ON_CPU | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    environment = ON_CPU | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with ray_cluster(ClusterConfig(num_cpus=200), environment):
         yield
 
