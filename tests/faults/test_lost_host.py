@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import ray
@@ -25,6 +24,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.faults.test_revive import ByShard, Resettable
+from tests.integration.processes import ends_within
 from tests.integration.schedules import compiled, group_of
 
 ROOT = Path(__file__).parents[2]
@@ -62,19 +62,13 @@ def hosts(train: WorkerGroup) -> Iterator[None]:
     try:
         for count in (1, 2):  # one after the other: they choose ports
             started.append(subprocess.Popen(command, **quiet))
-            wait_for(lambda count=count: ray.cluster_resources().get("GPU") == count)
+            assert ends_within(START_S, lambda count=count: ray.cluster_resources().get("GPU") != count)
         yield
     finally:
-        for host in started:
-            os.killpg(host.pid, signal.SIGKILL)
+        for host in started:  # by SIGTERM, of which Ray learns at once: it would start actors of later tests on the others
+            os.killpg(host.pid, signal.SIGTERM)
             host.wait()
-
-
-def wait_for(found: Any) -> None:
-    until = time.monotonic() + START_S
-    while not found():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+        assert ends_within(START_S, lambda: sum(node["Alive"] for node in ray.nodes()) > 1)
 
 
 @pytest.mark.slow
@@ -84,16 +78,14 @@ def test_an_engine_of_a_lost_host_is_not_replaced(train: WorkerGroup) -> None:
     engines = WorkerGroup.create("generation", Engine, ParallelLayout(dp=2), None, resources=Resources(num_gpus=1.0))
     try:
         with compiled([train, engines], {generate: {"rank": -1}, refit: 0}) as scheduler:
-            replays = cast(
-                Any, SimpleNamespace(scheduler=scheduler, devices=3, phases={"generate": generate, "refit": refit})
-            )
+            replays: Any = SimpleNamespace(scheduler=scheduler, devices=3, phases={"generate": generate, "refit": refit})
             fleet = Fleet(restarts=1)
             replacement = EngineReplacement(config, fleet, engines, replays, lambda: None)
             first = engines.locations[0]
             kill_host(first.pid)
             with pytest.raises(PhaseError, match="died") as lost:
                 scheduler.replay(generate, {"rank": -1}).result()
-            wait_for(lambda: first.node not in {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+            assert ends_within(START_S, lambda: first.node in {node["NodeID"] for node in ray.nodes() if node["Alive"]})
             assert replacement.replace(lost.value) is None
             assert fleet.restarts == 1, "the restart counts, not the replacement"
     finally:

@@ -27,6 +27,7 @@ from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup, call_together, shutdown_groups
 from dagrl.workers.train.groups import abort_groups
 from tests.integration.fake_workers import ENGINES, FakeWorker
+from tests.integration.processes import ends_within
 from tests.integration.schedules import compiled, group_of
 
 SOON_S = 50.0
@@ -208,10 +209,8 @@ class Parting(FakeWorker):
     def shutdown(self) -> None:
         directory, other = Path(str(self.config)), {"train": "other", "other": "train"}[self.context.role]
         (directory / self.context.role).touch()
-        until = time.monotonic() + 30.0
-        while not (directory / other).exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        (directory / f"{self.context.role} met").write_text(str((directory / other).exists()))
+        met = ends_within(30.0, lambda: not (directory / other).exists())
+        (directory / f"{self.context.role} met").write_text(str(met))
 
 
 def test_groups_shut_down_side_by_side(cluster: None, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from dagrl.files import verify_files
 from dagrl.workers.train.offload import STATE_PARTS
 from tests.integration import megatron_reference as reference
+from tests.integration.processes import ends_within
 from tests.integration.train_cases import Case, each, fsdp, logprobs, megatron, train
 from tests.integration.train_pool import Group, WorkerError, WorkerPool
 
@@ -94,7 +94,7 @@ def test_a_background_checkpoint_has_the_state_at_its_start(case: Case, pool: Wo
         train(group, batch)
         assert not any(group.call("checkpoint_written"))
         trained.touch()
-        wait_for(lambda: all(group.call("checkpoint_written")))
+        assert ends_within(120.0, lambda: not all(group.call("checkpoint_written")))
         files = group.call("finish_checkpoint")
         verify_files(directory, {name: entry for part in files for name, entry in part.items()})
         group.call("reseed", 99)
@@ -164,13 +164,6 @@ def fails(group: Group, message: str, method: str, *args: str) -> None:
         with pytest.raises(WorkerError, match=message) as caught:
             group.finish(rank)
         assert caught.value.kind == "CheckpointError"
-
-
-def wait_for(condition: Any, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 OFFLOADED = [

@@ -24,6 +24,7 @@ from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds, samp
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import scored_group
 from dagrl.rl.rollout.turns import AgentTurns, TurnEpisode
+from tests.integration.processes import ends_within
 from tests.unit.rl.test_rollout import LIMIT, Bench, configured
 from tests.unit.run.simulated_run import Reward, Run, Stop, engines_of
 
@@ -241,10 +242,8 @@ def test_a_request_whose_client_has_gone_leaves_the_engines(runner: AgentRunner)
     bench.wait()
     bench.rollouts.advance()
     ((_, request),) = bench.rollouts._requests.values()
-    assert isinstance(request, TurnEpisode) and request.turn is not None and any(bench.engines.requests)
-    until = time.monotonic() + 20.0
-    while not request.turn.cancelled and time.monotonic() < until:
-        time.sleep(0.05)
+    assert isinstance(request, TurnEpisode) and (turn := request.turn) is not None and any(bench.engines.requests)
+    assert ends_within(20.0, lambda: not turn.cancelled)
     bench.rollouts.advance()
     assert all(episode is not request for _, episode in bench.rollouts._requests.values())
     (complete,) = bench.run_all()

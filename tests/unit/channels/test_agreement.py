@@ -17,6 +17,7 @@ from dagrl.channels import ChannelSpec, nccl as module
 from dagrl.channels.agreement import AGREEMENTS, Agreement
 from dagrl.channels.nccl import NcclChannel
 from dagrl.errors import ChannelError
+from tests.integration.processes import ends_within
 
 
 def ranks(size: int, timeout_s: float = 20.0, one_host: bool = False) -> tuple[HashStore, list[Agreement]]:
@@ -231,7 +232,4 @@ def test_a_channel_closes_before_its_peers(open_with: Open, monkeypatch: pytest.
     channel.close()
     assert communicator.events == ["destroy"]
     communicator.told.set()
-    until = time.monotonic() + DEADLINE_S
-    while communicator.events != ["destroy", "destroyed"]:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    assert ends_within(DEADLINE_S, lambda: communicator.events != ["destroy", "destroyed"])

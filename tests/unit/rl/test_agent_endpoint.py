@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.rl.rollout.turns import AgentTurns
 from dagrl.runtime.deadline import Deadline
+from tests.integration.processes import ends_within
 from tests.unit.rl.test_environment import CHARACTERS, TOOLS_TEMPLATE
 
 openai = pytest.importorskip("openai")
@@ -266,10 +266,7 @@ def test_a_client_that_goes_away_cancels_its_request(served: Served) -> None:
     with pytest.raises(openai.APITimeoutError):
         served.client.with_options(timeout=0.3).chat.completions.create(model="policy", messages=ASKED)
     (turn,) = served.generation.turns
-    deadline = time.monotonic() + 10
-    while not turn.cancelled and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert turn.cancelled
+    assert ends_within(10.0, lambda: not turn.cancelled)
     assert not served.rows(), "what no client has is not trained on"
 
 

@@ -32,6 +32,7 @@ from dagrl.runtime.executors.edge import DRIVER, EdgeReader, EdgeSpec, EdgeWrite
 from dagrl.runtime.executors.loop import LoopNode, _loops, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.graph import Source
+from tests.integration.processes import ends_within
 from tests.unit.runtime.doubles import Unreadable
 
 LIMIT = 32 << 20
@@ -376,10 +377,7 @@ class Running:
         return self.readers[number].read(PATIENCE_S)
 
     def end(self) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not end_loop(self.worker, self.name):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        assert ends_within(PATIENCE_S, lambda: not end_loop(self.worker, self.name))
 
 
 NEAR = EdgeSpec(ROOM, 2, near=(DRIVER,))
