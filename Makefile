@@ -1,4 +1,4 @@
-# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | golden | release-check | chaos | audit | gpu
+# make setup | tools | quickstart | test | test-slow | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | golden | release-check | chaos | audit | gpu
 # Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
@@ -19,7 +19,7 @@ EXTRAS := .venv-extras/.setup-$(call content,requirements/cpu.lock requirements/
 AGENTS := .venv-agents/.setup-$(call content,requirements/cpu.lock requirements/agents.lock)
 PEERS := .venv-peers/.setup-$(call content,requirements/peers.lock pyproject.toml)
 
-.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions golden release-check chaos audit gpu
+.PHONY: setup tools quickstart test test-slow check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions golden release-check chaos audit gpu
 
 setup: $(SETUP)
 
@@ -33,6 +33,10 @@ quickstart: $(SETUP)
 test: $(TOOLS)
 	$(VENV)/bin/python -m compileall -q -j 0 dagrl
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder --durations=40
+
+# Those that `make test` leaves out; half an hour.
+test-slow: $(TOOLS)
+	$(VENV)/bin/python -m pytest -m slow --numprocesses=2 --dist=loadscope --timeout=400
 
 # Lint, types and the tests that concern a change: make check FILES="dagrl/refit/slices.py tests/unit/test_machine.py", ROOM=refit
 check: lint
