@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import runpy
 import select
 import signal
@@ -61,6 +62,7 @@ SETTLE_S, POLL_S = 1.0, 0.02
 """Seconds in which threads of the imports may end, or name themselves: until then they have the process's name."""
 
 COMMON = ("torch", "transformers.models.auto.modeling_auto", "dagrl.config")  # what all kinds import
+MOST_FILES = 1 << 16  # files that a process may have open, if the system lets it: as many as `ray.init` asks for
 MOST_KINDS = 250  # files that a message between processes may carry: `SCM_MAX_FD` in Linux's `unix(7)` is 253
 PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
@@ -80,6 +82,8 @@ class Server:
 
     def __init__(self, common: Sequence[str] = COMMON) -> None:
         self.stays = False
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))  # what it forks inherits it
         self.pipe, theirs = socket.socketpair()
         with theirs:
             self.process = Popen(  # noqa: S603

@@ -52,7 +52,7 @@ from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.rl.trial import try_algorithm, try_environment, try_rewards
 from dagrl.run.checkpoint_store import CheckpointStore
-from dagrl.run.cluster import check_ray_directory, gpus_here, gpus_per_worker
+from dagrl.run.cluster import check_open_files, check_ray_directory, gpus_here, gpus_per_worker
 from dagrl.run.derive import (
     Derived,
     derive_chat,
@@ -373,6 +373,7 @@ def check_machine(config: Config, plan: RunPlan) -> None:
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
     if config.cluster.address is None:
         check_ray_directory()
+        check_open_files(everyone)
 
 
 def check_room(config: Config, workers: int, sizes: str) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -26,8 +27,8 @@ import ray
 from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError, StopRequestedError
 from dagrl.run import worker_setup
-from dagrl.run.cluster import AUTH_MODE, check_ray_directory, ray_cluster
-from dagrl.run.fork_server import PREFIX, ForkServer, gpus_unasked
+from dagrl.run.cluster import AUTH_MODE, check_open_files, check_ray_directory, ray_cluster
+from dagrl.run.fork_server import PREFIX, ForkServer, Server, gpus_unasked
 from dagrl.run.local_cluster import cluster_processes, lean_node, nodes_live
 from dagrl.run.stop import ignoring_signals, keep_handlers, stop_on_signals
 
@@ -220,6 +221,18 @@ def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) 
     with gpus_unasked():
         assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     assert torch.cuda.is_available is torch.cuda.device_count is opens_nvml
+
+
+@pytest.mark.parametrize("most", [183, 184])
+def test_processes_may_open_as_many_files_as_the_system_lets_them(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises the limit of what it starts itself, not of workers, which are forked."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, most))
+    monkeypatch.setattr("resource.setrlimit", raised := MagicMock())
+    Server(["os"]).kill()
+    raised.assert_called_once_with(resource.RLIMIT_NOFILE, (most, most))
+    few = pytest.raises(ConfigError, match=r"may open 183 files \(`ulimit -Hn`\); each of 3 workers needs 184\. Raise")
+    with few if most == 183 else nullcontext():
+        check_open_files(3)
 
 
 def test_runs_that_start_at_once_share_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
