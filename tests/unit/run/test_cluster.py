@@ -228,7 +228,8 @@ def test_processes_may_open_as_many_files_as_the_system_lets_them(most: int, mon
     """Ray raises the limit of what it starts itself, not of workers, which are forked."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (64, most))
     monkeypatch.setattr("resource.setrlimit", raised := MagicMock())
-    Server(["os"]).kill()
+    monkeypatch.setattr("dagrl.run.fork_server.Popen", MagicMock())
+    Server().pipe.close()
     raised.assert_called_once_with(resource.RLIMIT_NOFILE, (most, most))
     few = pytest.raises(ConfigError, match=r"may open 183 files \(`ulimit -Hn`\); each of 3 workers needs 184\. Raise")
     with few if most == 183 else nullcontext():
