@@ -19,6 +19,7 @@ a CPU; FlashAttention and cuDNN sum up gradients of queries in float32, and have
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from dagrl.errors import ConfigError
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.model import checkpoint_bytes, language_keys, role_description
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 ENGINE_ROOM = 6 * GIB
@@ -156,13 +159,15 @@ def size_of(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
 class RoleMemory:
     """Bytes of a GPU that a role takes at its peak, by part. `state` has those that it needs at once whatever the batch.
 
-    With reasons in `unknown` the total is no prediction.
+    With reasons in `unknown` the total is no prediction. `sequence`: KV cache of the longest sequence, for an
+    engine whose cache is predicted.
     """
 
     role: str
     parts: Mapping[str, float]
     state: float
     unknown: tuple[str, ...] = ()
+    sequence: float = 0.0
 
     @property
     def total(self) -> float:
@@ -298,13 +303,15 @@ def engine_memory(config: Config, model: Decoder, gpu: float, weights: float = 0
     """Returns the memory of an engine: vLLM takes its share of the GPU, unless the bytes of its cache are set."""
     engine, width = generation_config(config).vllm_cfg, 4 if generation_dtype(config) == "float32" else 2
     own = (1 if engine.precision == "fp8" else width) * (weights or model.weights) / engine.layout.tp
-    cache = engine.kv_cache_memory_bytes
+    cache, sequence = engine.kv_cache_memory_bytes, 0.0
     if cache is None:
+        longest = engine.max_model_len or config.policy.max_total_sequence_length
+        sequence = 0.0 if model.unlike else 2 * width * model.layers * model.keys / engine.layout.tp * longest
         cache = max(0, int(engine.gpu_memory_utilization * gpu - own - ENGINE_ROOM)) if math.isfinite(gpu) else 0
     parts = {"weights": own, "KV cache": cache, "activations and CUDA graphs": ENGINE_ROOM}
     worker = generation_config(config).worker
     unknown = () if worker.startswith(OURS) else (f"{worker}: a worker of your own",)
-    return RoleMemory(GENERATION, parts, own + cache, unknown)
+    return RoleMemory(GENERATION, parts, own + cache, unknown, sequence)
 
 
 def role_model(config: Config, role: str, hf_config: Mapping[str, Json]) -> tuple[PolicyConfig, Decoder, float]:
@@ -359,7 +366,8 @@ def sharing_roles(plan: RunPlan, roles: Sequence[RoleMemory], share: float) -> l
 def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: float = 1.0) -> None:
     """Raises ConfigError if what must be on a GPU at once, whatever the batch, is more than it has, or a microbatch is.
 
-    Roles whose memory is not predicted are not checked. `share`: as `sharing_roles` has it.
+    Warns if a KV cache is predicted that does not hold one sequence. Roles whose memory is not predicted are not checked.
+    `share`: as `sharing_roles` has it.
     """
     groups = sharing_roles(plan, roles, share)
     for group in (*([role] for role in roles), *groups):
@@ -377,6 +385,14 @@ def check_memory(plan: RunPlan, roles: Sequence[RoleMemory], gpu: float, share: 
                 f"cache{turns if len(group) > 1 else ''}"
             )
     for role in roles:
+        cache = role.parts.get("KV cache", math.inf)
+        if cache < role.sequence and math.isfinite(gpu) and not role.unknown:
+            logger.warning(
+                "%s: a KV cache of %.2f GiB is predicted, but one sequence of the greatest length takes %.2f. vLLM starts "
+                "if activations and CUDA graphs take enough less than the %d GiB assumed. If it does not, raise "
+                "policy.generation.vllm_cfg.gpu_memory_utilization, or lower policy.max_total_sequence_length",
+                *(role.role, cache / GIB, role.sequence / GIB, ENGINE_ROOM / GIB),
+            )
         others = sum(other.state for group in groups if role in group for other in group if other is not role)
         if "activations" in role.parts and role.total + others > gpu and not role.unknown:
             beside = f" beside the {others / GIB:.1f} GiB of other roles" if others else ""

@@ -174,6 +174,17 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
         assert re.search(r"train and generation (take turns on|share) a GPU: [\d.]+ of ", memory_table(plan, roles, gpu))
 
 
+@pytest.mark.parametrize(("gib", "cache"), [(22, "0.00"), (23, "0.31"), (24, None)])
+def test_a_cache_of_less_than_a_sequence_is_warned_of(gib: float, cache: str | None, caplog: Any) -> None:
+    """Of 60 % of a GPU 7.5 GiB are weights and 6 are assumed for the rest; 4,096 tokens take 144 KiB each."""
+    config = grpo().with_keys({"policy.max_total_sequence_length": 4096})
+    plan = RunPlan.of(config)
+    roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, gib * GIB)[1:]
+    check_memory(plan, roles, gib * GIB)
+    says = f"a KV cache of {cache} GiB is predicted, but one sequence of the greatest length takes 0.56. vLLM starts if"
+    assert (says in caplog.text) == (cache is not None) and len(caplog.records) == (cache is not None)
+
+
 def test_roles_with_parts_of_a_gpu_are_added_up() -> None:
     """Training takes 67.4 GiB before a batch and 85.8 at its peak, the engine 27.5 and 33.5."""
     config = grpo("never", 20 << 30).with_keys({"policy.generation.colocated.enabled": False})
