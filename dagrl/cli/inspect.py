@@ -43,14 +43,14 @@ class PhaseReport:
     text: str
 
 
-def inspect_config(config: Config, phase: str | None = None) -> str:
+def inspect_config(config: Config, phase: str | None = None, *, lengths: bool = True) -> str:
     """Returns the report for one phase (its key in `phases`), or for all that the algorithm replays, as a Mermaid chart with
-    the numbers as comments.
+    the numbers as comments. `lengths`: whether the longest sequence is known.
 
     Raises UserError if layouts or phases are invalid, like preflight.
     """
     plan = RunPlan.of(config)
-    check_settings(config, plan)
+    check_settings(config, plan, lengths=lengths)
     config, _ = with_local_models(config)
     hf_config = _model(config)
     check_model(config, hf_config)

@@ -396,12 +396,12 @@ def _inspect(options: argparse.Namespace) -> None:
         sys.stdout.write(time_table(*step_times(config, options.time, options.completion), options.time))
     else:
         derived = derive_from_machine(config)
-        if derived.open("policy.max_total_sequence_length") and not derived.config.policy.sequence_buckets:
+        if derived.lengths_open:
             logger.warning(
                 "policy.max_total_sequence_length is open: buckets are shown with %d tokens; a run derives it from its data",
                 derived.config.policy.max_total_sequence_length,
             )
-        sys.stdout.write(inspect_config(derived.config, options.phase))
+        sys.stdout.write(inspect_config(derived.config, options.phase, lengths=not derived.lengths_open))
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -24,10 +24,13 @@ from dagrl.errors import ConfigError, LayoutError
 logger = logging.getLogger(__name__)
 
 
-def check_settings(config: Config, plan: RunPlan) -> None:
-    """Checks the configuration without looking at the machine. Raises a UserError that says what to change."""
-    _check_policy(config.policy)
-    if plan.generates:
+def check_settings(config: Config, plan: RunPlan, *, lengths: bool = True) -> None:
+    """Checks the configuration without looking at the machine. Raises a UserError that says what to change.
+
+    `lengths`: whether the longest sequence is known. One that follows from the data is a guess until they are read.
+    """
+    _check_policy(config.policy, lengths)
+    if plan.generates and lengths:
         _check_lengths(config.policy, generation_config(config))
     _check_batches(config, plan)
     _check_rewards(config, plan)
@@ -46,7 +49,7 @@ def check_settings(config: Config, plan: RunPlan) -> None:
         )
 
 
-def _check_policy(policy: PolicyConfig) -> None:
+def _check_policy(policy: PolicyConfig, lengths: bool) -> None:
     widest, limit = bucket_widths(policy)[-1], policy.max_total_sequence_length
     if (policy.model_name is None) == (policy.random_init is None):
         found = "neither" if policy.model_name is None else "both"
@@ -56,7 +59,7 @@ def _check_policy(policy: PolicyConfig) -> None:
             f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length {limit}; raise the limit or "
             "drop the bucket"
         )
-    if not policy.sequence_packing.enabled:
+    if not policy.sequence_packing.enabled or not lengths:
         return
     purposes: tuple[Literal["train", "logprob"], ...] = ("train", "logprob")
     for purpose in purposes:

@@ -109,6 +109,11 @@ class Derived:
         generation = self.config.policy.generation
         return self.generates and generation is not None and generation.colocated.enabled
 
+    @property
+    def lengths_open(self) -> bool:
+        """Whether the longest sequence follows from the data."""
+        return self.open("policy.max_total_sequence_length") and not self.config.policy.sequence_buckets
+
     def open(self, *keys: str) -> bool:
         """Returns whether the user left all of `keys` open."""
         return all(key in self.reasons or not self.config.is_set(key) for key in keys)
@@ -368,7 +373,7 @@ def _set_lengths(derived: Derived) -> None:
 
 
 def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Sized], hf_config: Mapping[str, Json]) -> None:
-    if derived.config.policy.sequence_buckets or not derived.open("policy.max_total_sequence_length"):
+    if not derived.lengths_open:
         return
     generation, positions = derived.config.policy.generation, language_keys(hf_config).get("max_position_embeddings")
     longest = None if generation is None else generation.vllm_cfg.max_model_len

@@ -167,7 +167,7 @@ def preflight(config: Config, *, checkpoints: bool = True, early: Early | None =
     derived, early = derive_from_machine(config), early or Early()
     config = derived.config
     plan = RunPlan.of(config)
-    check_settings(config, plan)
+    check_settings(config, plan, lengths=not derived.lengths_open)
     require_extras(config.logger)
     workers = worker_classes(config, plan)
     check_machine(config, plan)
@@ -234,7 +234,7 @@ def read_data(config: Config, gpu_bytes: int = 0) -> tuple[Inputs, list[Example]
     """
     derived = derive_from_machine(config, gpu_bytes)
     plan = RunPlan.of(derived.config)
-    check_settings(derived.config, plan)
+    check_settings(derived.config, plan, lengths=not derived.lengths_open)
     splits = load_splits(derived.config.data, _parser(plan))
     derived.config, origins = with_local_models(derived.config)
     derived.reasons |= origins

@@ -524,9 +524,19 @@ def test_invalid_model_files(command: str, file: str, content: str, found: str, 
     assert f"policy.model_name: {model / file} {found}" in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("top_k", ["20", "null", "0", "-1"])
-def test_valid_input_passes_all_checks(top_k: str, run: Run) -> None:
-    assert run("--dry-run", f"policy.generation.top_k={top_k}") == (0, "")
+OPEN = "policy=" + json.dumps({"random_init": configuration("")["policy"]["random_init"]})  # lengths follow from the data
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(f"policy.generation.top_k={top_k}" for top_k in (20, "null", 0, -1)),
+        f"{OPEN}; policy.generation.vllm_cfg.max_model_len=40",
+        f"{OPEN}; policy.sequence_packing={{enabled: true, train_mb_tokens: 64, logprob_mb_tokens: 64}}",
+    ],
+)
+def test_valid_input_passes_all_checks(overrides: str, run: Run) -> None:
+    assert run("--dry-run", *overrides.split("; ")) == (0, "")
 
 
 @pytest.mark.parametrize(
