@@ -477,8 +477,11 @@ def _prompt_messages(prompt: Json, what: str) -> list[Json]:
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:
     if key not in content:
         keys = ", ".join(map(repr, content)) or "nothing"
-        alone = ", or to null if neither SFT nor a reward needs it" if option == "data.response_key" else ""
-        raise DataError(f"{source}: no key {key!r}; found {keys}. Set {option} to the key of the file{alone}")
+        instead = {
+            "data.prompt_key": ", or data.messages_key to that of conversations",
+            "data.response_key": ", or to null if neither SFT nor a reward needs it",
+        }.get(option, "")
+        raise DataError(f"{source}: no key {key!r}; found {keys}. Set {option} to the key of the file{instead}")
     text = _require_text(content[key], f"{source}: {key!r}")
     if not text.strip():
         raise DataError(f"{source}: {key!r} is empty; expected: text")
