@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import traceback
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -63,7 +64,8 @@ def keep_bytecode() -> None:
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache / "dagrl" / "bytecode")
+    environment = f"{zlib.crc32(os.fsencode(sys.prefix)):08x}"  # has its own: that of others would be searched for damage
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(cache / "dagrl" / "bytecode" / environment)
     with suppress(OSError):
         _remove_damaged(Path(sys.pycache_prefix))
 
