@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -469,8 +470,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for flag, name in (("--json", "json"), ("--plot", "plot"), ("--export", "export"), ("-o", "output")):
         path = getattr(options, name, None)
         if path is not None:
-            if path.is_dir():
-                raise ConfigError(f"{flag} {path} is a directory; expected: a file")
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # root would replace /dev/null by a file
+                raise ConfigError(f"{flag} {path} is a directory, a link or a device; expected: a file, or a new name")
             require_writable(path.parent, f"{flag} {path}")
             path.parent.mkdir(parents=True, exist_ok=True)
     if getattr(options, "plot", None) is not None:
