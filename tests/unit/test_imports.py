@@ -54,8 +54,7 @@ def test_bytecode_is_kept_where_there_is_none(
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if compiled:
-        cache = Path(importlib.util.cache_from_source(str(source)))
-        cache.parent.mkdir()
+        (cache := Path(importlib.util.cache_from_source(str(source)))).parent.mkdir()
         cache.touch()
     keep_bytecode()
     own = f"{zlib.crc32(sys.prefix.encode()):08x}"  # of this environment

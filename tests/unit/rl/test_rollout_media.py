@@ -242,16 +242,9 @@ def test_requests_take_data_urls_and_the_examples_files_by_openais_client(served
     check_images(family, episode, [0, 2, 2, 1], store)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("https://example.com/1.png", "expected: a data URL"),
-        ("file:///etc/passwd", "No other file is read"),
-        ("images/0.png", "expected: a data URL"),
-        ("data:image/png;base64,AAAA", "not an image that Pillow can read"),
-    ],
-)
-def test_other_images_are_refused(given: str, expected: str, served: Served) -> None:
+@pytest.mark.parametrize("given", ["https://example.com/1.png", "file:///etc/passwd", "a.png", "data:image/png;base64,AAAA"])
+def test_other_images_are_refused(given: str, served: Served) -> None:
+    expected = "that Pillow can read" if given.startswith("data") else r"expected: a data URL, .* No other file is read"
     with pytest.raises(openai.BadRequestError, match=expected) as caught:
         served.chat([parts(CONVERSATION[0], given)], ANSWER)
     assert caught.value.param == "messages"

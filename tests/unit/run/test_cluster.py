@@ -223,17 +223,16 @@ def test_imports_count_gpus_without_the_driver(monkeypatch: pytest.MonkeyPatch) 
     assert torch.cuda.is_available is torch.cuda.device_count is opens_nvml
 
 
-@pytest.mark.parametrize("most", [183, 184])
-def test_processes_may_open_as_many_files_as_the_system_lets_them(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_may_open_as_many_files_as_the_system_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray raises the limit of what it starts itself, not of workers, which are forked."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64, most))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 184))
     monkeypatch.setattr("resource.setrlimit", raised := MagicMock())
     monkeypatch.setattr("dagrl.run.fork_server.Popen", MagicMock())
     Server().pipe.close()
-    raised.assert_called_once_with(resource.RLIMIT_NOFILE, (most, most))
-    few = pytest.raises(ConfigError, match=r"may open 183 files \(`ulimit -Hn`\); each of 3 workers needs 184\. Raise")
-    with few if most == 183 else nullcontext():
-        check_open_files(3)
+    raised.assert_called_once_with(resource.RLIMIT_NOFILE, (184, 184))
+    check_open_files(3)
+    with pytest.raises(ConfigError, match=r"may open 184 files \(`ulimit -Hn`\); each of 4 workers needs 192\. Raise"):
+        check_open_files(4)
 
 
 def test_runs_that_start_at_once_share_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

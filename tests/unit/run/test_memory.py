@@ -178,9 +178,8 @@ def test_state_that_cannot_fit_is_an_error(config: Config, gib: int, needs: str 
 def test_a_cache_of_less_than_a_sequence_is_warned_of(gib: float, cache: str | None, caplog: Any) -> None:
     """Of 60 % of a GPU 7.5 GiB are weights and 6 are assumed for the rest; 4,096 tokens take 144 KiB each."""
     config = grpo().with_keys({"policy.max_total_sequence_length": 4096})
-    plan = RunPlan.of(config)
-    roles = run_memory(config, plan, SHAPES["qwen3-4b"].config, gib * GIB)[1:]
-    check_memory(plan, roles, gib * GIB)
+    roles = run_memory(config, plan := RunPlan.of(config), SHAPES["qwen3-4b"].config, gib * GIB)
+    check_memory(plan, roles[1:], gib * GIB)
     says = f"a KV cache of {cache} GiB is predicted, but one sequence of the greatest length takes 0.56. vLLM starts if"
     assert (says in caplog.text) == (cache is not None) and len(caplog.records) == (cache is not None)
 
