@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import gc
 import importlib
 import json
@@ -113,9 +114,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         _complain(str(error))
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        if options.debug or error.filename is None:  # without a file name the user cannot fix it
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if options.debug or not (error.filename or full):  # without a file name the user cannot fix it
             raise
-        _complain(f"{error.filename}: {error.strerror}")
+        _complain(f"{error.filename or 'cannot write a file'}: {error.strerror}")
         return 2
     except StopRequestedError as stopped:
         _complain(str(stopped))

@@ -121,8 +121,10 @@ def test_exit_codes(error: BaseException, code: int, dagrl: Run, monkeypatch: py
 
 def test_a_path_that_cannot_be_written_is_one_message(dagrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "drawn.mmd")
-    monkeypatch.setattr("dagrl.cli.inspect.inspect_config", MagicMock(side_effect=full))
+    quota = OSError(errno.EDQUOT, "Disk quota exceeded")  # as a write raises it
+    monkeypatch.setattr("dagrl.cli.inspect.inspect_config", MagicMock(side_effect=[full, quota, full]))
     assert dagrl("inspect", EXAMPLE) == (2, "", "dagrl: error: drawn.mmd: No space left on device\n")
+    assert dagrl("inspect", EXAMPLE) == (2, "", "dagrl: error: cannot write a file: Disk quota exceeded\n")
     with pytest.raises(OSError, match="No space"):
         dagrl("inspect", EXAMPLE, "--debug")
 
