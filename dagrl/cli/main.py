@@ -490,10 +490,10 @@ def _doctor(options: argparse.Namespace) -> None:
 def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
     """Logs to standard error: everything with `--debug`, else from `level` on."""
     from rich.console import Console
-    from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
-    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+    from dagrl.telemetry.progress import log_handler
+
+    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[log_handler(Console(stderr=True))])
     logging.getLogger("dagrl").setLevel("DEBUG" if options.debug else level)
 
 

@@ -163,14 +163,19 @@ class Progress:
             logger.info("%s: %s", "stopped" if failed else "done", line)
 
     def _attach_logging(self) -> None:
-        if self._terminal:
-            self._handler = RichHandler(console=self._console, show_path=False, log_time_format="%H:%M:%S")
-        else:
-            self._handler = logging.StreamHandler(self._console.file)
-            self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        self._handler = log_handler(self._console)
         LOGGER.setLevel(self._level)
         LOGGER.addHandler(self._handler)
         LOGGER.propagate = False  # else a handler of the root logger repeats everything
+
+
+def log_handler(console: Console) -> logging.Handler:
+    """Returns what shows log records: in columns on a terminal, else a line each, however long."""
+    if console.is_terminal:
+        return RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    return handler
 
 
 def seconds_left(spent: float, done: int, left: int) -> float | None:

@@ -21,13 +21,13 @@ def test_a_wrong_path_is_reported_before_the_slow_imports(missing: str, tmp_path
     path.write_text(yaml.safe_dump(configuration("none.jsonl" if missing == "data" else str(data))))
     wrong = [] if missing == "data" else ["policy.random_init=null", f"policy.model_name={tmp_path / 'none'}"]
     program = f"""
-import sys
+import logging, sys
 from dagrl.cli.main import main
 assert main(["train", {str(path)!r}, "output_dir={tmp_path}", "--dry-run", *{wrong!r}]) == 2
-print(*{{"torch", "transformers"}} & sys.modules.keys())
+print(*{{"torch", "transformers"}} & sys.modules.keys()); logging.getLogger("dagrl").warning("whole lines " * 20)
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout.split() == [] and "none" in found.stderr, found
+    assert found.stdout.split() == [] and "none" in found.stderr and "whole lines " * 20 in found.stderr, found
 
 
 def test_a_forked_child_ignores_the_signal() -> None:
