@@ -29,6 +29,15 @@ def _add_kernel(left, right, total, count, block: tl.constexpr):  # type: ignore
     tl.store(total + at, value, mask=inside)
 
 
+def compile_step(device: torch.device) -> None:
+    """Compiles what `clipped_step` launches, before a training step does."""
+    weight = torch.zeros(UPDATE_BLOCK, device=device)
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    clipped_step(optimizer, 1.0)
+
+
 @torch.no_grad()
 def clipped_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Takes a step of a fused AdamW with `factor` times the gradients, which stay. All tensors are contiguous float32."""
@@ -48,7 +57,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
             _update_kernel[(triton.cdiv(count, UPDATE_BLOCK),)](*tensors, count, *numbers, UPDATE_BLOCK, num_warps=8)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize_on_alignment=["correction"])  # type: ignore[untyped-decorator,unused-ignore]
 def _update_kernel(  # type: ignore[no-untyped-def]
     weight, grad, first, second, correction, count, factor, decay, new_mean, beta2, new_square, eps, block: tl.constexpr
 ):

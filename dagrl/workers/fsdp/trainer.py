@@ -58,6 +58,10 @@ class ShardedModel:
         plain = [type(one) for one in self.optimizers] == [torch.optim.AdamW] and not config.policy.optimizer.args
         fits = (one.is_cuda and one.dtype is torch.float32 and one.is_contiguous() for one in self._updated.values())
         self._fused = plain and all(fits)  # clipping and AdamW
+        if self._fused:
+            from dagrl.workers.fsdp.kernels import compile_step
+
+            compile_step(device)
         self._factor = 1.0  # by which the fused update multiplies gradients
         self._loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
 
