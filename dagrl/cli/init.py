@@ -40,7 +40,7 @@ def ask(model: str | None, data: str | None, reward: str | None) -> Answers:
     """Asks for answers that no flag gave. Raises ConfigError without a terminal, or for an invalid answer."""
     given = {"model": model, "data": data, "reward": reward}
     missing = [f"--{name}" for name, value in given.items() if value is None]
-    if missing and not sys.stdin.isatty():
+    if missing and not (sys.stdin and sys.stdin.isatty()):  # None: closed, as by `<&-`
         raise ConfigError(f"standard input is not a terminal; pass {', '.join(missing)} (--reward '' for SFT)")
     answers = {name: input(QUESTIONS[name]).strip() if value is None else value for name, value in given.items()}
     if not answers["data"]:

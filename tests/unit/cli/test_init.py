@@ -73,10 +73,11 @@ def test_every_key_in_a_comment_exists(reward: str, kind: str, section: str, tmp
 )
 def test_bad_answers_are_errors(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
     Path("there.yaml").touch()
-    assert main(["init", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    for closed in (None, io.StringIO()):
+        monkeypatch.setattr(sys, "stdin", closed)
+        assert main(["init", *arguments]) == 2
+        assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
 
 
