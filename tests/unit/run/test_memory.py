@@ -49,6 +49,7 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("4b:dp1" + FSDP, 18, 2048, 6, 119.07),  # 1x-nvidia-h200/2026-11-30/train.json
     ("0.6b:dp1", 32, 2048, 16, 62.67),
     ("1.7b:dp1" + FSDP, 32, 2048, 16, 98.55),
+    ("1.7b:dp1" + FSDP, 64, 2048, 16, 101.76),
     ("0.6b:dp1" + FSDP + PACKED, 64, 32896, 1, 59.45),  # 1x-nvidia-h200/2026-11-30/peers-grpo.json
     ("4b:dp2" + FSDP, 16, 2048, 4, 65.72),  # 2x-nvidia-h200/2026-11-30/fsdp.json
     ("4b:tp2", 16, 2048, 4, 52.55),
