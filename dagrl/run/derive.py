@@ -241,12 +241,22 @@ def _check_stop_strings(strings: Sequence[str], tokenizer: PreTrainedTokenizerFa
 
 
 def derive_steps(derived: Derived, demonstrations: int = 0, prompts: int = 0, pairs: int = 0) -> None:
-    """Sets steps to `max_num_epochs` passes over the examples, or to one."""
+    """Sets steps to `max_num_epochs` passes over the examples, or to one. Warns of fewer than a step takes."""
     for section, rows in (("sft", demonstrations), ("grpo", prompts), ("preference", pairs)):
         if rows:
+            size = _rows_per_step(derived.config, section)
             epochs, steps = getattr(derived.config, section).max_num_epochs or 1, epoch_steps(derived.config, section, rows)
             passes = f"{epochs} pass{'es' if epochs > 1 else ''} over {rows} examples"
-            derived.set(f"{section}.max_num_steps", steps, f"{passes}, {_rows_per_step(derived.config, section)} a step")
+            derived.set(f"{section}.max_num_steps", steps, f"{passes}, {size} a step")
+            if rows < size and getattr(derived.config, section).max_num_steps:
+                key = "grpo.num_prompts_per_step" if section == "grpo" else "policy.train_global_batch_size"
+                logger.warning(
+                    "%d examples are fewer than the %d of a step of %s, which repeats some; add examples, or lower %s",
+                    rows,
+                    size,
+                    section,
+                    key,
+                )
 
 
 def epoch_steps(config: Config, section: str, rows: int) -> int:

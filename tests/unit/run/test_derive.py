@@ -92,12 +92,14 @@ BUCKETS = {LENGTH.partition(".")[2]: 1000, "sequence_buckets": [100, 300]}
         (minimal("dpo"), 9, {RATE: 1e-6, "preference.max_num_steps": 4, "policy.train_global_batch_size": 32}),
     ],
 )
-def test_steps_lengths_and_rates(machine: Any, config: Config, rows: int, expected: dict[str, object]) -> None:
+def test_steps_lengths_and_rates(machine: Any, config: Config, rows: int, expected: dict[str, object], caplog: Any) -> None:
     """Of 100 demonstrations or pairs with `rows` tokens each."""
     machine(0)
     derived = resolve(config, demonstrations=rows)
     assert {key: attrgetter(key)(derived.config) for key in expected} == expected
     assert derived.reasons.get(RATE) == "LoRA" or config.policy.peft.enabled is False
+    fewer = "100 examples are fewer than the 512" in caplog.text
+    assert fewer == bool(caplog.messages) == (config.algorithm == "grpo" and rows > 0)
 
 
 def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
