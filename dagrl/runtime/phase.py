@@ -52,8 +52,9 @@ def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
 
 
 def without_self(signature: inspect.Signature) -> inspect.Signature:
-    """Returns the signature of a method as its callers see it."""
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    """Returns the signature of a method as its callers see it, also after Ray has added a parameter to it."""
+    parameters = list(signature.parameters.values())[1:]
+    return signature.replace(parameters=[one for one in parameters if one.name != "_ray_trace_ctx"])
 
 
 @dataclass(frozen=True)
