@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 _SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -20,29 +21,28 @@ BYTES = dict(zip(map(chr, [*_SHOWN, *range(0x100, 0x100 + len(_HIDDEN))]), [*_SH
 
 def decoded(tokenizer: PreTrainedTokenizerFast, sequences: Sequence[npt.NDArray[np.int64]]) -> list[str]:
     """Decodes as `tokenizer.decode(tokens, skip_special_tokens=True)`, by a table where tokens are bytes of their own."""
-    if (pieces := _pieces(tokenizer, len(tokenizer))) is not None:
-        return [b"".join(pieces.take(tokens, mode="clip").tolist()).decode(errors="replace") for tokens in sequences]
+    from tokenizers import decoders
+
     backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return [cast("str", tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in sequences]
-    return cast("list[str]", backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True))
+    if not isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse):  # a token's text depends on those around it
+        return cast("list[str]", backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True))
+    added = tuple((number, token.content, token.special) for number, token in backend.get_added_tokens_decoder().items())
+    pieces = _pieces(backend, added, isinstance(backend.decoder, decoders.ByteLevel))
+    return [b"".join(pieces.take(tokens, mode="clip").tolist()).decode(errors="replace") for tokens in sequences]
 
 
-@lru_cache(maxsize=8)
-def _pieces(tokenizer: PreTrainedTokenizerFast, _: int) -> npt.NDArray[Any] | None:
-    """Returns the bytes of each token by id, the last for ids of no token; None if they depend on the tokens around it."""
-    from tokenizers import decoders
+@lru_cache(maxsize=2)  # a run has one tokenizer; a table takes about 100 bytes a token
+def _pieces(backend: Tokenizer, added: tuple[tuple[int, str, bool], ...], byte_level: bool) -> npt.NDArray[Any]:
+    """Returns the bytes of each token by id, none for special tokens, and last those of ids that no token has: none.
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or tokenizer.clean_up_tokenization_spaces:
-        return None
-    if not isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse):
-        return None
-    bytes_of = BYTES if isinstance(backend.decoder, decoders.ByteLevel) else {}
-    added = backend.get_added_tokens_decoder()
-    special = {token.content for token in added.values() if token.special}
+    `added`: ids and contents of added tokens, and whether they are special, which may change between calls.
+    """
+    bytes_of = BYTES if byte_level else {}
+    special = {token for _, token, is_special in added if is_special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=False).items()}
-    tokens |= {number: token.content for number, token in added.items()}
+    tokens |= {number: token for number, token, _ in added}
     pieces = np.full(max(tokens) + 2, b"", object)
     for number, token in tokens.items():
         if token not in special:

@@ -75,8 +75,10 @@ def test_texts_are_those_of_transformers(decoder: decoders.Decoder | None) -> No
     made = np.random.default_rng(0).integers(0, 2 * len(words) + 9, (50, 80))
     episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([4, 6, 8, 0], [], *made.tolist())]
     groups = [RolloutGroup(number, 0, part) for number, part in enumerate((episodes[:2], episodes[2:]))]
-    actual = [sample.text for sample in samples_of(tokenizer, *groups)]
-    assert actual == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
+    for later in ([], ["<a b>"]):  # becomes special
+        tokenizer.add_tokens(later, special_tokens=True)
+        actual = [sample.text for sample in samples_of(tokenizer, *groups)]
+        assert actual == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
     assert samples_of(tokenizer) == []
     assert actual[0] == {"WordPiece": "do n't .", "NoneType": "don't."}.get(type(decoder).__name__, "don't.")
 
