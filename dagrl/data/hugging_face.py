@@ -92,6 +92,7 @@ def plain_files(path: str | Path, split: str, subset: str | None = None) -> list
 
     with _reading(Path(path)):
         files = load_dataset_builder(str(path), subset).config.data_files
+        _check_all_taken(Path(path), files or {})
         if not files or not all({*Path(name).suffixes} & {*JSON, *CSV} for part in files.values() for name in part):
             return None
         _check_split(path, split, files)
@@ -164,6 +165,29 @@ def _check_split(path: str | Path, split: str, splits: Iterable[str]) -> None:
     if split not in splits:
         found = ", ".join(map(str, splits))
         raise DataError(f"{str(path)!r} has no split {split!r}; found: {found}. Set data.split or data.val_split")
+
+
+def _check_all_taken(path: Path, splits: Mapping[str, Iterable[str]]) -> None:
+    """Raises DataError for a data file of a directory that is in no split: `datasets` goes by names, and takes one format.
+
+    A README.md may say what the splits are.
+    """
+    from datasets.data_files import FILES_TO_IGNORE
+
+    if not path.is_dir() or (path / "README.md").exists():
+        return
+    folder, taken = path.resolve(), {Path(name) for files in splits.values() for name in files}
+    found = ", ".join(map(str, splits)) or "none"
+    formats = {*SUFFIXES, ".jsonl", *CSV}.union(*(file.suffixes for file in taken))
+    for file in sorted(folder.rglob("*")):
+        inside = file.relative_to(folder)
+        hidden = any(part.startswith((".", "__")) for part in inside.parts) or file.name in FILES_TO_IGNORE
+        if formats & {*file.suffixes} and not hidden and file not in taken and file.is_file():
+            raise DataError(
+                f"{str(path)!r}: the data file {str(inside)!r} is in no split; found {found}, by the names of files and "
+                "folders, in one format. Set data.path to a single file or folder, or name the files of splits in a "
+                "README.md there (configs, data_files)"
+            )
 
 
 def _open(path: Path, split: str, subset: str | None) -> Any:

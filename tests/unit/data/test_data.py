@@ -297,9 +297,8 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     actual = load_splits(DataConfig(path=str(tmp_path / "saved"), val_split="test"))
     assert [example.response for example in actual.train] == [row["a"] for row in pairs]
-    assert actual.train[2].messages == (Message("user", "2+1="), Message("assistant", "3"))
+    assert actual.train[2].messages == (Message("user", "2+1="), Message("assistant", "3")) and len(actual.validation) == 3
     assert actual.train[2].source == f"{tmp_path / 'saved'}, row 2"
-    assert len(actual.validation) == 3
     with pytest.raises(DataError, match="has no split 'dev'; found: train, test"):
         load_splits(DataConfig(path=str(tmp_path / "saved"), split="dev"))
 
@@ -328,8 +327,7 @@ def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(5)]
-    files = tmp_path / "sums"
-    files.mkdir()
+    (files := tmp_path / "sums").mkdir()
     parts = {"train-00000-of-00002": rows[:3], "train-00001-of-00002": rows[3:], "test-00000-of-00001": rows[:1]}
     for name, part in parts.items():
         datasets.Dataset.from_list(part).to_parquet(str(files / f"{name}.parquet"))
@@ -342,6 +340,9 @@ def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load_splits(DataConfig(path="unknown/sums"))
     with pytest.raises(DataError, match=r"cannot read the data file 'unknown/sums\.jsonl'"):
         load_splits(DataConfig(path="unknown/sums.jsonl"))
+    (files / "more.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(DataError, match=r"the data file 'more\.jsonl' is in no split; found train, test, by the names"):
+        load_splits(DataConfig(path=str(files)))
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.json", "train.csv", "train.tsv"])
