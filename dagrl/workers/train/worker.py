@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
+
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.plan import load_algorithm, reference_role
@@ -368,15 +370,18 @@ class TrainWorker:
             yield split_batch(batch, rule, backend.place, backend.routed)
             return
         batch = with_empty_record(batch)  # warm-up ids are made up
+        on_cpu = backend.place.device.type == "cpu"
+        mask = batch.fields.get("loss_mask")
+        if on_cpu and mask is not None and mask.all():  # a token a row: those of large vocabularies take long
+            batch = batch.with_fields(loss_mask=mask * (np.arange(batch.tokens) == batch.tokens - 1))
         images = self.config.data.images
         fullest = MediaStore(RunPaths.of(self.config).media, images).fullest() if images.enabled else None
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         for shape in warmup_batches(batch, rule, backend.place, seen):
             item = with_fullest(shape, fullest)
             for _ in range(2 if backend.captures else 1):
-                whole = split_batch(
-                    item, rule, backend.place, backend.routed, masked=False
-                )  # all tokens, which needs the most memory
+                # On a GPU all tokens are scored, which needs the most memory.
+                whole = split_batch(item, rule, backend.place, backend.routed, masked=on_cpu)
                 yield whole.for_warmup()
 
     # ---- log-probabilities
