@@ -122,10 +122,18 @@ class Checkpoints:
         with discarding(directory):
             if self.config.checkpointing.async_save:
                 for role in self.groups:
-                    files |= self._files(role, "finish_checkpoint")
+                    files |= self._written(role)
             for name in (*self.groups, *files):
                 require_shared(directory / name)
         self.store.publish(state, directory, files)
+
+    def _written(self, role: str) -> dict[str, FileEntry]:
+        """Waits for a role's part. Raises WorkerError if the others waited in vain for a worker that does not answer."""
+        try:
+            return self._files(role, "finish_checkpoint")
+        except CheckpointError:
+            self._call(self.groups[role], "checkpoint_written")
+            raise
 
     def _files(self, role: str, method: str, *arguments: object) -> dict[str, FileEntry]:
         """Calls a method that writes a role's part. Returns the files that workers know, by their path in the checkpoint."""

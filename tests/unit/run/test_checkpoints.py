@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import CheckpointError, StopRequestedError
+from dagrl.errors import CheckpointError, DeadlineError, StopRequestedError
 from dagrl.files import FileEntry, discarding, replace_directory
 from dagrl.run import checkpoint_store
 from dagrl.run.checkpoint_store import MANIFEST, SMALL_FILE_BYTES, CheckpointStore, TrainState, large_files
@@ -35,9 +35,8 @@ class Writers:
     """Two train workers, one of them slow."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.written = True
-        self.error: Exception | None = None
+        self.calls, self.written = list[str](), True
+        self.errors: dict[str, Exception] = {}
         self.elsewhere: Path | None = None
 
     def call(self, method: str, *args: Any, deadline: Deadline | None = None) -> list[Any]:
@@ -48,8 +47,8 @@ class Writers:
             directory.mkdir()
             (directory / "part").write_text("weights")
             return [{"part": FileEntry(7, 9)}, None] if len(args) == 1 else [None, None]
-        if method == "finish_checkpoint" and self.error is not None:
-            raise self.error
+        if method in self.errors:
+            raise self.errors[method]
         return [None, {"part": FileEntry(7, 9)}] if method == "finish_checkpoint" else [True, self.written]
 
 
@@ -108,11 +107,15 @@ def test_a_failed_background_save_is_an_error_and_keeps_the_earlier_one(tmp_path
     checkpoints, writers = make(tmp_path, background=True)
     save(checkpoints, 1)
     checkpoints.save_last()
-    save(checkpoints, 2)
-    writers.error = CheckpointError("the disk is full")
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        checkpoints.save_last()
-    assert steps(checkpoints.store) == [1] and not list(checkpoints.store.root.glob("*.tmp"))
+    for errors in (
+        {"finish_checkpoint": CheckpointError("the disk")},
+        {"checkpoint_written": DeadlineError("a worker hangs")},
+    ):
+        save(checkpoints, checkpoints.state.step + 1)
+        writers.errors |= errors
+        with pytest.raises(type(*errors.values())):
+            checkpoints.save_last()
+        assert steps(checkpoints.store) == [1] and not list(checkpoints.store.root.glob("*.tmp"))
     checkpoints.save_last()  # nothing is pending any more
 
 
