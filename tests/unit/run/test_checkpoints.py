@@ -107,10 +107,7 @@ def test_a_failed_background_save_is_an_error_and_keeps_the_earlier_one(tmp_path
     checkpoints, writers = make(tmp_path, background=True)
     save(checkpoints, 1)
     checkpoints.save_last()
-    for errors in (
-        {"finish_checkpoint": CheckpointError("the disk")},
-        {"checkpoint_written": DeadlineError("a worker hangs")},
-    ):
+    for errors in {"finish_checkpoint": CheckpointError("disk")}, {"checkpoint_written": DeadlineError("hung")}:
         save(checkpoints, checkpoints.state.step + 1)
         writers.errors |= errors
         with pytest.raises(type(*errors.values())):
