@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_HIDDEN = sorted({*range(0x100)} - {*_SHOWN})
-BYTES = dict(zip(map(chr, [*_SHOWN, *range(0x100, 0x100 + len(_HIDDEN))]), [*_SHOWN, *_HIDDEN], strict=True))
-"""The byte that each character of a byte-level token stands for (`bytes_to_unicode` of GPT-2's `encoder.py`)."""
-
 
 def decoded(tokenizer: PreTrainedTokenizerFast, sequences: Sequence[npt.NDArray[np.int64]]) -> list[str]:
     """Decodes as `tokenizer.decode(tokens, skip_special_tokens=True)`, by a table where tokens are bytes of their own."""
@@ -39,7 +34,9 @@ def _pieces(backend: Tokenizer, added: tuple[tuple[int, str, bool], ...], byte_l
 
     `added`: ids and contents of added tokens, and whether they are special, which may change between calls.
     """
-    bytes_of = BYTES if byte_level else {}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()} if byte_level else {}
     special = {token for _, token, is_special in added if is_special}
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=False).items()}
     tokens |= {number: token for number, token, _ in added}

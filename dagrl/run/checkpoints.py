@@ -128,7 +128,7 @@ class Checkpoints:
         self.store.publish(state, directory, files)
 
     def _written(self, role: str) -> dict[str, FileEntry]:
-        """Waits for a role's part. Raises WorkerError if the others waited in vain for a worker that does not answer."""
+        """Waits for a role's part. Raises DeadlineError if it is not written because a worker does not answer."""
         try:
             return self._files(role, "finish_checkpoint")
         except CheckpointError:

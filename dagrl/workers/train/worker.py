@@ -372,7 +372,7 @@ class TrainWorker:
         batch = with_empty_record(batch)  # warm-up ids are made up
         on_cpu = backend.place.device.type == "cpu"
         mask = batch.fields.get("loss_mask")
-        if on_cpu and mask is not None and mask.all():  # a token a row: those of large vocabularies take long
+        if on_cpu and mask is not None and mask.all():  # made up; all logits of a large vocabulary take long
             batch = batch.with_fields(loss_mask=mask * (np.arange(batch.tokens) == batch.tokens - 1))
         images = self.config.data.images
         fullest = MediaStore(RunPaths.of(self.config).media, images).fullest() if images.enabled else None
