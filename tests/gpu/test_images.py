@@ -9,6 +9,7 @@ from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("PIL", reason="needs Pillow (dagrl[images])")
+pytestmark = pytest.mark.usefixtures("one_cluster")
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (
     *("policy.precision=bfloat16", "policy.generation.colocated.enabled=true"),
