@@ -34,6 +34,8 @@ EXTRAS = {
     "cupy": ("cu13", "cu12"),
 }
 """Top-level module of an optional package -> the extras of dagrl that install it, the usual one first."""
+IFEVAL = "lm_eval", "immutabledict", "langdetect", "nltk"
+"""Top-level modules of the extra lm-eval[ifeval], which dagrl has no extra for."""
 
 UNUSED = ("sklearn", "scipy", "pandas")
 """Packages that transformers and vLLM import where they are installed, for decoding, losses and sound that dagrl does
@@ -243,5 +245,6 @@ def _load_module(name: str, path: str, key: str) -> Any:
 
 
 def _install(module: str) -> str:
-    commands = [f"pip install 'dagrl[{extra}]'" for extra in EXTRAS.get(module, ())]
+    packages = ["lm-eval[ifeval]"] if module in IFEVAL else [f"dagrl[{extra}]" for extra in EXTRAS.get(module, ())]
+    commands = [f"pip install '{package}'" for package in packages]
     return f"install it with {' or '.join(commands)}" if commands else f"install {module}"

@@ -215,16 +215,16 @@ class EvaluationConfig(Section):
     """Standard sets of questions on which the policy is measured while it learns; `dagrl evaluate --set` has them too."""
 
     sets: tuple[str, ...] = ()
-    """Sets by name: `gsm8k`, `math500`, `aime24`, `aime25`. Each comes from the Hub, or with `name=path` from a JSONL file
-    or dataset on disk with the same columns. A run that generates measures the share of right greedy answers,
-    `evaluation/<name>`, before its first step and after its last one."""
+    """Sets by name: `gsm8k`, `math500`, `aime24`, `aime25`, `mmlu_pro`, `gpqa_diamond`, `ifeval`. Each comes from the Hub,
+    or with `name=path` from a JSONL file or dataset on disk with the same columns. A run that generates measures the share
+    of right greedy answers, `evaluation/<name>`, before its first step and after its last one."""
 
     period: NonNegativeInt = 0
     """Steps between further evaluations. 0: none."""
 
     prompt: str = "{question}\n\n{instruction}"
-    """The text of a prompt, or of a user turn, with `{question}` and the `{instruction}` to put the answer into a box.
-    Without a chat template, completions are marked up to a line that begins as that of `{question}`."""
+    """The text of a prompt, or of a user turn, with `{question}` and the set's own `{instruction}` of how to answer. Without
+    a chat template, completions are marked up to a line that begins as that of `{question}`, but for `ifeval`."""
 
     max_samples: PositiveInt | None = None
     """Maximum number of questions of each set. null: all."""

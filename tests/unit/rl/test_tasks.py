@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from dagrl.data.examples import with_chat
 from dagrl.data.media import MediaProcessor, load_processor
 from dagrl.data.tokenization import encode_prompts
 from dagrl.errors import ConfigError, DataError
-from dagrl.rl.benchmarks import BENCHMARKS, load_sets, rewards_of_sets
+from dagrl.rl.benchmarks import BENCHMARKS, load_sets, option_chosen, rewards_of_sets
 from dagrl.rl.rewards import math_answer
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import reward_texts
@@ -153,11 +154,15 @@ def test_an_image_of_shapes_has_a_token_for_each_cell(family: str, tmp_path: Pat
     assert len(prompt.tokens) <= model.config.get_text_config().max_position_embeddings
 
 
+OPTIONS = {"Correct Answer": "4", "Incorrect Answer 1": "3", "Incorrect Answer 2": "5", "Incorrect Answer 3": "22"}
 ROWS = {
     "gsm8k": {"question": "What is 2+2?", "answer": "It is <<2+2=4>>4.\n#### 4"},
     "math500": {"problem": "What is 2+2?", "solution": "It is $\\boxed{4}$.", "answer": "4", "level": 1},
     "aime24": {"problem": "What is 2+2?", "answer": "4"},
     "aime25": {"Problem": "What is 2+2?", "Answer": 4},
+    "mmlu_pro": {"question": "What is 2+2?", "options": ["3", "4", "5"], "answer": "B", "answer_index": 1},
+    "gpqa_diamond": {"Question": "What is 2+2?", **OPTIONS},
+    "ifeval": {"prompt": "What is 2+2?", "key": 1, "instruction_id_list": [], "kwargs": []},
 }
 
 
@@ -171,7 +176,11 @@ def written(tmp_path: Path, name: str, row: object) -> str:
 def test_a_row_becomes_a_prompt_and_its_answer(name: str, tmp_path: Path) -> None:
     (example,) = load_sets(EvaluationConfig(sets=(written(tmp_path, name, ROWS[name]),)))
     assert example.prompt.startswith("What is 2+2?") and example.task == name and example.columns == ROWS[name]
-    assert example.response.endswith("4") and "\\boxed{}" in example.prompt
+    if name in ("mmlu_pro", "gpqa_diamond"):
+        lines = dict(line.split(". ", 1) for line in example.prompt.splitlines() if line[1:2] == ".")
+        assert lines[example.response] == "4" and len(lines) == (3 if name == "mmlu_pro" else 4)
+    elif name != "ifeval":
+        assert example.response.endswith("4") and "\\boxed{}" in example.prompt
     assert list(rewards_of_sets(EvaluationConfig(sets=(name,)), 1).functions) == [name]
 
 
@@ -193,26 +202,69 @@ def test_prompts_may_be_written_as_a_model_knows_them(tmp_path: Path) -> None:
     ],
 )
 def test_answers_of_base_models_are_marked_up_to_a_further_question(prompt: str, until: str, tmp_path: Path) -> None:
-    examples = load_sets(EvaluationConfig(sets=(written(tmp_path, "gsm8k", ROWS["gsm8k"]),), prompt=prompt))
+    sets = tuple(written(tmp_path, name, ROWS[name]) for name in ("gsm8k", "mmlu_pro", "ifeval"))
+    examples = load_sets(EvaluationConfig(sets=sets, prompt=prompt))
     tokenizer = character_tokenizer(string.printable, chat_template="{{ messages[0].content }}")
     chat = with_chat(examples[0], DataConfig(apply_chat_template=True))
     prompts = encode_prompts([*examples, chat], tokenizer)
     run_on = " 2+2 = 4. The answer is B.\n\nQuestion: What is 3+3?\nAnswer: 6\n\nProblem: Which?\nAnswer: A"
     prompts, completions, references = reward_texts([Sample(item, Episode(item, 0, 99), run_on) for item in prompts])
     judged = run_on.partition(f"\n{until}")[0] if until else run_on
-    assert completions == [judged, run_on], "chat templates end turns"
+    assert completions == [judged, judged, run_on, run_on], "instructions are about all, and chat templates end turns"
+    assert option_chosen(prompts[1:2], completions[1:2], references[1:2]) == [bool(until)]
     pytest.importorskip("math_verify")
-    assert math_answer(prompts, completions, references) == [until == "Question:", False]
+    right = math_answer(prompts[::3], completions[::3], references[::3])
+    assert right == [until == "Question:", False]
 
 
 def test_unknown_sets_and_columns_are_one_error(tmp_path: Path) -> None:
     wrong = written(tmp_path, "gsm8k", {"frage": "2+2?"})
-    empty = written(tmp_path, "math500", {**ROWS["math500"], "problem": ""})
     for sets, error, says in (
         (("gsm9k",), ConfigError, "no set 'gsm9k'; expected: gsm8k, math500"),
-        ((empty,), DataError, "column 'problem' is empty"),
         ((wrong,), DataError, "gsm8k.jsonl, line 1 has no column 'question'; found: frage; expected: those of openai"),
         (("gsm8k", wrong), ConfigError, "gsm8k is named twice"),
     ):
         with pytest.raises(error, match=says):
             load_sets(EvaluationConfig(sets=sets))
+
+
+@pytest.mark.parametrize(
+    "name, column, value, message",
+    [
+        ("ifeval", "key", None, "line 1 has no column 'key'"),
+        ("ifeval", "instruction_id_list", None, "line 1 has no column 'instruction_id_list'"),
+        ("ifeval", "kwargs", None, "line 1 has no column 'kwargs'"),
+        ("ifeval", "kwargs", [{}], "lists of one length; found"),
+        ("mmlu_pro", "options", 3, "options, a list of"),
+        ("mmlu_pro", "answer", 1, "answer, one of A, B, C; found"),
+        ("mmlu_pro", "answer", "D", "answer, one of A, B, C; found"),
+        ("gpqa_diamond", "Incorrect Answer 3", None, "no column 'Incorrect Answer 3'"),
+        ("gsm8k", "question", "", "column 'question' is empty"),
+    ],
+)
+def test_rows_that_cannot_be_marked_are_one_error(name: str, column: str, value: Any, message: str, tmp_path: Path) -> None:
+    row = {key: known for key, known in ROWS[name].items() if key != column} | ({column: value} if value is not None else {})
+    with pytest.raises(DataError, match=message):
+        load_sets(EvaluationConfig(sets=(written(tmp_path, name, row),)))
+
+
+@pytest.mark.parametrize(
+    "completion, letter",
+    [
+        ("The answer is (C).", "C"),
+        ("A is wrong. So \\boxed{C}", "C"),
+        ("\\boxed{A}? No: $\\boxed{\\text{B}}$", "B"),
+        ("Answer: **D**", "D"),
+        (" J.\n", "J"),
+        (" D. 4\n\nQuestion: Next?", "D"),
+        ("(B) 4", "B"),
+        ("A. 1\nB. 2\nThe answer is B", "B"),
+        ("Cats bark", ""),
+        ("the answer is that Cats bark", ""),
+        ("I think C", ""),
+        ("E.g. cats bark.", ""),
+        ("I.e. it is 4. The answer is (B).", "B"),
+    ],
+)
+def test_the_last_choice_counts(completion: str, letter: str) -> None:
+    assert option_chosen([""] * 10, [completion] * 10, list("ABCDEFGHIJ")) == [float(letter == one) for one in "ABCDEFGHIJ"]
