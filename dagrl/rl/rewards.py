@@ -246,17 +246,16 @@ class RewardRunner:
         return [failed.get(place) or self._weighted(sample) for place, sample in enumerate(parts)]
 
     def _weighted(self, parts: dict[str, float]) -> SampleReward:
-        numbers = {name: part for name, part in parts.items() if not math.isnan(part)}
-        if not numbers:
+        weighted = [self._weights.get(name, 1.0) * part for name, part in parts.items() if not math.isnan(part)]
+        if not weighted:
             return SampleReward(None if self._functions else 0.0, parts)
-        value = math.fsum(self._weights.get(name, 1.0) * part for name, part in numbers.items())
         parts.pop("", None)  # a single number is the reward itself
-        return SampleReward(value, parts)
+        return SampleReward(math.fsum(weighted), parts)
 
 
-def _named(name: str, answer: float | Mapping[str, float] | None) -> dict[str, float]:
+def _named(name: str, answer: float | dict[str, float] | None) -> dict[str, float]:
     """Returns the parts of an answer by full name; a number is the part `name`."""
-    if not isinstance(answer, Mapping):
+    if not isinstance(answer, dict):
         return {} if answer is None else {name: answer}
     return {f"{name}/{key}" if name else key: value for key, value in answer.items()}
 

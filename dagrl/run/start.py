@@ -27,6 +27,7 @@ from dagrl.config.roles import GENERATION, TRAIN
 from dagrl.config.settings import TOKENIZER_KEY, generation_config, generation_dtype, model_names, sends_adapters
 from dagrl.data.media import MediaStore
 from dagrl.errors import ClusterError, StopRequestedError
+from dagrl.machine import keep_freed_memory
 from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.checkpoints import Checkpoints
@@ -277,6 +278,7 @@ def compiled(run: PreparedRun, started: Workers, last_step: LastStep | None) -> 
                 session.checkpoints.restore()
         run.put_back.pop_all()  # until here, a run that cannot resume leaves the configuration of its checkpoints
         run.fleet.settle()
+        keep_freed_memory()
         gc.freeze()  # full collections between steps skip what the imports and the start made: up to 0.3 s each
         stack.callback(gc.unfreeze)
         clock.restart()

@@ -1,10 +1,12 @@
-"""Rings that other processes read, and what tracing imports."""
+"""Rings that other processes read, what tracing imports, and memory that a process keeps."""
 
+import ctypes
 import multiprocessing
 import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import IN_PLACE_BYTES, Ring, RingAddress
@@ -70,3 +72,20 @@ sys.stdout.write(str(sorted(heavy & {name.partition(".")[0] for name in sys.modu
 def test_tracing_and_drawing_import_no_ray() -> None:
     done = subprocess.run([sys.executable, "-c", TRACE], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]"
+
+
+FREED = """
+from dagrl.machine import keep_freed_memory
+{}
+pages = lambda: int(open("/proc/self/statm").read().split()[1])
+arrays = [bytes([number]) * 2**20 for number in range(99)]
+before = pages()
+del arrays
+print(before - pages())"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_freed_memory_stays() -> None:
+    codes = [FREED.format(call) for call in ("", "keep_freed_memory()")]
+    returned, kept = (int(subprocess.check_output([sys.executable, "-c", code], timeout=60)) for code in codes)
+    assert returned > 20_000 and kept < 100
