@@ -46,7 +46,8 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("4b:dp1" + FSDP, 1, 16384, 1, 120.51),  # 1x-nvidia-h200/2026-11-28/fsdp.json
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 65536, 1, 91.78),  # 1x-.../2026-11-29/fsdp.json
     ("0.6b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 262144, 1, 64.79),
-    ("4b:dp1" + FSDP, 18, 2048, 6, 119.07),  # 1x-nvidia-h200/2026-11-30/train.json
+    ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=full" + FSDP, 1, 61440, 1, 84.12),  # 1x-.../2026-11-30/train.json
+    ("4b:dp1" + FSDP, 18, 2048, 6, 119.07),
     ("0.6b:dp1", 32, 2048, 16, 62.67),
     ("1.7b:dp1" + FSDP, 32, 2048, 16, 98.55),
     ("1.7b:dp1" + FSDP, 64, 2048, 16, 101.76),
@@ -65,7 +66,6 @@ BEFORE = [  # with layers that saved more, and an output layer that kept nothing
     ("0.6b:dp1" + FSDP, 16, 2048, 8, 35.21),  # 1x-nvidia-h200/2026-11-28/fsdp.json
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 16384, 1, 69.11),  # 1x-.../2026-11-29/fsdp.json
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=offloaded" + FSDP, 1, 131072, 1, 86.43),
-    ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=full" + FSDP, 1, 65536, 1, 77.66),  # 1x-.../2026-11-30/train.json
 ]
 
 

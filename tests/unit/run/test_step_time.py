@@ -57,7 +57,7 @@ SFT = [  # name in docs/gpu.md; case, rows, length and sequences of a microbatch
     ("0.6B, microbatches of 16", ("0.6b:dp1", 32, 2048, 16), "1x-nvidia-h200/2026-11-30/train.json", 2),
     ("0.6B, FSDP", ("0.6b:dp1" + FSDP, 16, 2048, 8), f"{FSDP_RESULTS}#sft", 1),
     ("4B, 65,536 tokens, FSDP, `selective`", ("4b:dp1" + SELECTIVE + FSDP, 1, 65536, 1), f"{FSDP_RESULTS}#long", 1),
-    ("4B, 65,536 tokens, FSDP, `full`", ("4b:dp1" + FULL + FSDP, 1, 65536, 1), "1x-nvidia-h200/2026-11-30/train.json", 20),
+    ("4B, 61,440 tokens, FSDP, `full`", ("4b:dp1" + FULL + FSDP, 1, 61440, 1), "1x-nvidia-h200/2026-11-30/train.json", 21),
     ("4B, 131,072 tokens, FSDP, `offloaded`", ("4b:dp1" + OFFLOADED + FSDP, 1, 131072, 1), f"{FSDP_RESULTS}#long", 2),
     ("0.6B, 262,144 tokens, FSDP, `selective`", ("0.6b:dp1" + SELECTIVE + FSDP, 1, 262144, 1), f"{FSDP_RESULTS}#long", 3),
     ("4B, FSDP DP2, two GPUs", ("4b:dp2" + FSDP, 16, 2048, 4), TWO_GPUS, 8),
