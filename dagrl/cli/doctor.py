@@ -155,12 +155,11 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _sandbox() -> Iterator[Finding]:
-    if shutil.which("bwrap") is None:
+    if not any(map(shutil.which, ("bwrap", "nsjail", "podman"))):
         yield Finding("sandbox", "not installed (for programs as rewards: apt install bubblewrap)")
         return
     try:
-        chosen_sandbox()
-        yield Finding("sandbox", "bubblewrap works")
+        yield Finding("sandbox", f"{chosen_sandbox()[0]} works")
     except RuntimeError as error:
         yield Finding("sandbox", "fails", str(error))
 

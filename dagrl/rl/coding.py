@@ -3,9 +3,9 @@
     reward: {function: "dagrl.rl.coding:passed_tests", batched: false, max_concurrency: 4, timeout_s: 30}
 
 A row has a column `tests`: a list of Python texts, each of which raises if the program is wrong. The reward is the share
-that passes. Programs run under bubblewrap (https://github.com/containers/bubblewrap, `apt install bubblewrap`) in namespaces
-of their own: without network, environment variables and other processes, with Python alone to read and an empty directory to
-write, and with limits of time, memory, processes and file size.
+that passes. Programs run under bubblewrap (https://github.com/containers/bubblewrap, `apt install bubblewrap`), or else
+nsjail or podman, in namespaces of their own: without network, environment variables and other processes, with Python alone
+to read and an empty directory to write, and with limits of time, memory, processes and file size.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,19 @@ BUBBLEWRAP = (
     *("--die-with-parent", "--new-session", "--clearenv"),
 )
 """Options of `bwrap`: no terminal, no variables, and the end with its parent. `--perms` stands before `--tmpfs`."""
+
+NSJAIL = (
+    *("--mode", "o", "--really_quiet", "--disable_rlimits", "--disable_proc", "--cwd", "/tmp"),  # noqa: S108
+    *("--mount", "none:/tmp:tmpfs:size=67108864", "-R", "/dev/null", "-R", "/dev/urandom"),
+)
+"""Options of `nsjail`, which makes new namespaces of every kind by itself."""
+
+PODMAN = (
+    *("run", "--rm", "--interactive", "--network=none", "--read-only", "--workdir=/tmp", "--passwd=false"),
+    *("--cap-drop=all", "--security-opt=no-new-privileges", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024"),
+    f"--timeout={SECONDS:.0f}",
+)
+"""Options of `podman`, whose containers outlive it for `--timeout` seconds at most."""
 
 RUNNER = """import json, os, resource, sys
 out = os.dup(1)
@@ -96,47 +110,65 @@ def sandbox() -> list[str]:
     A run of root has a new user in each, so that the limit of processes holds, which binds no process of root.
     """
     user = str((1 << 20) + secrets.randbelow(1 << 20))
-    return [user if word == USER else word for word in chosen_sandbox()]
+    return [user if word == USER else word for word in chosen_sandbox()[1]]
 
 
 @cache
-def chosen_sandbox() -> list[str]:
-    """Returns the first way to make a sandbox that works here, better one that limits processes."""
+def chosen_sandbox() -> tuple[str, list[str]]:
+    """Returns the first way to make a sandbox that works here, better one that limits processes, with its name."""
     failures, unlimited = [], None
-    for command in ways():
+    for name, command in ways():
         words = ["1048575" if word == USER else word for word in command]
         tried = subprocess.run([*words, FORKS], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
         if tried.stdout == "limited":
-            return command
+            return name, command
         if tried.stdout == "forked":
-            unlimited = unlimited or command
+            unlimited = unlimited or (name, command)
         else:
-            failures.append(tried.stderr.strip() or str(tried.returncode))
+            failures.append(f"{name}: {tried.stderr.strip() or tried.returncode}")
     if unlimited:
         logger.warning(
             "Programs in a sandbox may start any number of processes, as this run is root's: run it as another user"
         )
         return unlimited
     if not failures:
-        raise RuntimeError("bubblewrap is not installed; install it (apt install bubblewrap) on the driver's host")
+        raise RuntimeError("no sandbox is installed; install bubblewrap (apt install bubblewrap) on the driver's host")
     raise RuntimeError(
-        f"bubblewrap does not work here: {'; '.join(failures)}. It needs user namespaces: allow them (sysctl "
+        f"no sandbox works here: {'; '.join(failures)}. They need user namespaces: allow them (sysctl "
         "kernel.unprivileged_userns_clone=1; of a container --security-opt seccomp=unconfined)"
     )
 
 
-def ways() -> Iterator[list[str]]:
-    """Yields the commands that run Python in a sandbox, if bubblewrap is installed."""
-    bubblewrap = shutil.which("bwrap")
-    if bubblewrap is None:
-        return
+def ways() -> Iterator[tuple[str, list[str]]]:
+    """Yields the ways to run Python in a sandbox with what is installed, the fastest first: name and command."""
     python = [sys.executable, "-I", "-c"]
     roots = dict.fromkeys(("/usr", "/bin", "/lib", "/lib64", sys.base_prefix, sys.prefix))
     readable = [root for root in roots if Path(root).exists()]
-    above = dict.fromkeys(str(parent) for root in readable for parent in reversed(Path(root).parents[:-1]))
-    inside = [*BUBBLEWRAP, *(word for parent in above for word in ("--dir", parent))]  # else they are root's alone
-    inside += [word for root in readable for word in ("--ro-bind", root, root)]
-    if os.geteuid() == 0 and shutil.which("setpriv"):
-        yield [bubblewrap, *AS_ROOT, *inside, *AS_USER, *python]
-        yield [*AS_USER, bubblewrap, "--unshare-all", *inside, *python]  # root without CAP_SYS_ADMIN
-    yield [bubblewrap, "--unshare-all", *inside, *python]
+    if bubblewrap := shutil.which("bwrap"):
+        above = dict.fromkeys(str(parent) for root in readable for parent in reversed(Path(root).parents[:-1]))
+        inside = [*BUBBLEWRAP, *(word for parent in above for word in ("--dir", parent))]  # else they are root's alone
+        inside += [word for root in readable for word in ("--ro-bind", root, root)]
+        if os.geteuid() == 0 and shutil.which("setpriv"):
+            yield "bubblewrap", [bubblewrap, *AS_ROOT, *inside, *AS_USER, *python]
+            yield "bubblewrap", [*AS_USER, bubblewrap, "--unshare-all", *inside, *python]  # root without CAP_SYS_ADMIN
+        yield "bubblewrap", [bubblewrap, "--unshare-all", *inside, *python]
+    if nsjail := shutil.which("nsjail"):
+        inside = [*NSJAIL, *(word for root in readable for word in ("-R", root))]
+        if os.geteuid() == 0:
+            inside += ["--disable_clone_newuser", "-u", USER, "-g", USER]
+        yield "nsjail", [nsjail, *inside, "--", *python]
+    if podman := shutil.which("podman"):
+        inside = [*PODMAN, *(f"--volume={root}:{root}:ro" for root in readable)]
+        if os.geteuid() == 0:
+            inside += ["--user", USER]
+        yield "podman", [podman, *inside, "--rootfs", _empty_root().name, *python]
+
+
+@cache
+def _empty_root() -> tempfile.TemporaryDirectory[str]:
+    """Makes the files of a container: a directory for what is temporary. It is deleted with this process."""
+    root = tempfile.TemporaryDirectory(prefix="dagrl-sandbox-")
+    Path(root.name).chmod(0o755)  # for the user inside
+    (Path(root.name) / "tmp").mkdir()
+    (Path(root.name) / "tmp").chmod(0o1777)
+    return root
