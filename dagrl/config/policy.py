@@ -137,8 +137,11 @@ class PeftConfig(Section):
     """What a refit sends: all weights with the adapters added to them, or the adapters alone, into vLLM's LoRA slots."""
 
     target_modules: tuple[str, ...] = ()
-    """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all outside
-    of experts."""
+    """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all."""
+
+    target_parameters: tuple[str, ...] = ()
+    """Weights of experts with adapters, one for each expert, by the ends of their names in transformers, such as
+    `experts.gate_up_proj`. FSDP workers have them. Empty: none."""
 
     dim: PositiveInt = 8
     """Rank of the adapters."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from dagrl.workers.fsdp import copies
 from dagrl.workers.fsdp.model import prepare_layer
 from tests.gpu import needs_gpus
 from tests.integration import megatron_reference as reference
+from tests.integration.test_train_adapters import EXPERTS, Peft, adapters_of
 from tests.integration.train_cases import (
     Case,
     fsdp,
@@ -65,6 +67,21 @@ def test_float32_is_close_to_the_cpu(case: Case, pool: WorkerPool) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16_is_close_to_float32(case: Case, pool: WorkerPool) -> None:
     check_bfloat16(pool, case)
+
+
+@pytest.mark.parametrize(("precision", "difference"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=needs_gpus(2))])
+def test_adapters_of_experts_are_close_to_peft(
+    dp: int, precision: str, difference: float, pool: WorkerPool, tmp_path: Path
+) -> None:
+    case, targets, batch = fsdp("qwen3_moe", packed=True, dp=dp), ("q_proj",), reference.make_batch()
+    model = pool.models[case.model]
+    peft = Peft(model, tmp_path, targets, EXPERTS, dim=8)  # grouped products in bfloat16 take multiples of 8
+    keys = {**adapters_of(peft.directory, targets, dim=8, target_parameters=EXPERTS), "precision": precision}
+    with case.group(pool, **keys) as group:
+        losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
+    expected, _ = peft.learn(batch, case.config(model, **keys))
+    np.testing.assert_allclose(losses, expected, atol=difference)
 
 
 ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]

@@ -33,11 +33,18 @@ def adapters_of(path: Path | None = None, targets: tuple[str, ...] = (), **peft:
 class Peft:
     """A Hugging Face model with random adapters of the peft package, saved to `directory`."""
 
-    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: Path, directory: Path, targets: tuple[str, ...], experts: tuple[str, ...] = (), dim: int = DIM
+    ) -> None:
         peft = pytest.importorskip("peft")
         torch.manual_seed(5)
-        targeted = list(targets) or "all-linear"
-        settings = peft.LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=targeted, task_type="CAUSAL_LM")
+        settings = peft.LoraConfig(
+            r=dim,
+            lora_alpha=ALPHA,
+            target_modules=list(targets) or "all-linear",
+            target_parameters=experts or None,
+            task_type="CAUSAL_LM",
+        )
         self.model, self.directory = peft.get_peft_model(reference.load_model(model), settings), directory
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -92,33 +99,40 @@ def assert_same_gradients(found: list[dict[str, Sequence[Any]]], expected: dict[
 
 ATTENTION = ("q_proj", "v_proj", "o_proj")  # without k, whose rows lie between q and v
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-CASES: dict[Case, tuple[Case, tuple[str, ...]]] = {
-    megatron("qwen3", tp=2, sequence_parallel=True): (megatron("qwen3", pp=2), ATTENTION),
-    megatron("qwen3_tied", pp=2, tp=2): (megatron("qwen3_tied", dp=2, sharded=True), ()),
-    megatron("llama", pp=2, vpp=2, recomputed=True, slow=True): (megatron("llama"), ()),
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+CASES: dict[Case, tuple[Case, tuple[str, ...], tuple[str, ...]]] = {
+    megatron("qwen3", tp=2, sequence_parallel=True): (megatron("qwen3", pp=2), ATTENTION, ()),
+    megatron("qwen3_tied", pp=2, tp=2): (megatron("qwen3_tied", dp=2, sharded=True), (), ()),
+    megatron("llama", pp=2, vpp=2, recomputed=True, slow=True): (megatron("llama"), (), ()),
     # A worker has rows of queries, another those of keys and values.
-    megatron("qwen3", tp=4, sequence_parallel=True, slow=True): (megatron("qwen3", cp=2), ()),
-    megatron("qwen2", cp=2, dp=2, packed=True, slow=True): (megatron("qwen2", tp=2), ()),
-    megatron("qwen3_moe", dp=2, tp=2, ep=2): (megatron("qwen3_moe", tp=2, ep=2, etp=1), ATTENTION),
-    megatron("qwen3_moe", dp=2, ep=2, sharded=True, slow=True): (megatron("qwen3_moe", tp=2, ep=2, etp=1), ATTENTION),
-    megatron("deepseek_v3", tp=2, slow=True): (megatron("deepseek_v3", dp=2, sharded=True), LATENT),
-    fsdp("gemma3", dp=2, packed=True): (fsdp("gemma3", dp=4), ()),
-    fsdp("phi", section={"activation_checkpointing": "full"}, dp=2, slow=True): (fsdp("phi", dp=4), ("dense", "fc2")),
-    fsdp("qwen3_tied", slow=True): (fsdp("qwen3_tied", dp=4), ("v_proj", "layers.1.mlp.up_proj")),
-    fsdp("qwen3", dp=2, tp=2, slow=True): (fsdp("qwen3", dp=4), ("q_proj", "o_proj", "layers.1.mlp.down_proj")),
-    fsdp("qwen3_moe", dp=2, packed=True, slow=True): (fsdp("qwen3_moe", dp=4), ("q_proj",)),
+    megatron("qwen3", tp=4, sequence_parallel=True, slow=True): (megatron("qwen3", cp=2), (), ()),
+    megatron("qwen2", cp=2, dp=2, packed=True, slow=True): (megatron("qwen2", tp=2), (), ()),
+    megatron("qwen3_moe", dp=2, tp=2, ep=2): (megatron("qwen3_moe", tp=2, ep=2, etp=1), ATTENTION, ()),
+    megatron("qwen3_moe", dp=2, ep=2, sharded=True, slow=True): (megatron("qwen3_moe", tp=2, ep=2, etp=1), ATTENTION, ()),
+    megatron("deepseek_v3", tp=2, slow=True): (megatron("deepseek_v3", dp=2, sharded=True), LATENT, ()),
+    fsdp("gemma3", dp=2, packed=True): (fsdp("gemma3", dp=4), (), ()),
+    fsdp("phi", section={"activation_checkpointing": "full"}, dp=2, slow=True): (fsdp("phi", dp=4), ("dense", "fc2"), ()),
+    fsdp("qwen3_tied", slow=True): (fsdp("qwen3_tied", dp=4), ("v_proj", "layers.1.mlp.up_proj"), ()),
+    fsdp("qwen3", dp=2, tp=2, slow=True): (fsdp("qwen3", dp=4), ("q_proj", "o_proj", "layers.1.mlp.down_proj"), ()),
+    fsdp("qwen3_moe", dp=2, packed=True, slow=True): (fsdp("qwen3_moe", dp=4), ("q_proj",), EXPERTS),
+    fsdp("qwen3_moe_mixed", dp=2, cp=2, slow=True): (
+        fsdp("qwen3_moe_mixed", dp=4),
+        ("v_proj",),
+        ("layers.2.mlp.experts.down_proj",),
+    ),
 }
-"""The layout in which the run resumes, and linear layers with adapters (none: all)."""
+"""The layout in which the run resumes, linear layers (none: all) and stacked experts with adapters."""
 
 
 @each(CASES)
 def test_steps_and_files_match_peft(case: Case, pool: WorkerPool, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    other, targets = CASES[case]
+    other, targets, experts = CASES[case]
     model, batch = pool.models[case.model], reference.make_batch()
-    peft = Peft(model, tmp_path / "theirs", targets)
-    keys = adapters_of(peft.directory, targets)
+    peft = Peft(model, tmp_path / "theirs", targets, experts)
+    extra = {"target_parameters": experts} if experts else {}
+    keys = adapters_of(peft.directory, targets, **extra)
     with case.group(pool, **keys) as group:
         group.call("snapshot_reference")
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], peft.logprobs(batch), atol=1e-5, rtol=0)
@@ -144,7 +158,7 @@ def test_steps_and_files_match_peft(case: Case, pool: WorkerPool, tmp_path: Path
     for exported in (merged, PeftModel.from_pretrained(plain, tmp_path / "export" / "adapter")):
         with torch.no_grad():
             np.testing.assert_allclose(reference.hf_logprobs(exported, batch)[0].numpy(), last, atol=1e-5, rtol=0)
-    with other.group(pool, **adapters_of(None, targets)) as group:
+    with other.group(pool, **adapters_of(None, targets, **extra)) as group:
         group.call("load_checkpoint", str(tmp_path / "checkpoint"))
         assert train(group, batch)["loss"] == pytest.approx(went_on, abs=1e-5)
     saved, weights = (sum(path.stat().st_size for path in at.iterdir()) for at in (tmp_path / "checkpoint", model))
@@ -218,9 +232,19 @@ def test_frozen_weights_have_no_gradient_products(pool: WorkerPool) -> None:
     assert bytes_per_element < 5  # float32, with little padding
 
 
+DOWN = {"target_parameters": ["down_proj"]}
 WRONG = [
     (fsdp("qwen3"), {"target_modules": ("qkv",)}, "target_modules has 'qkv', which no linear layer outside of experts is"),
     (fsdp("qwen3_moe", dp=2, ep=2), {}, "have no adapters next to expert parallelism"),
+    (fsdp("qwen3_moe", tp=2), DOWN, "split over tensor-parallel ranks have no adapters"),
+    (fsdp("qwen3_moe"), {**DOWN, "refit": "adapters"}, "have none of experts; set .*=merged"),
+    (fsdp("qwen3_moe"), {**DOWN, "dim": 6}, "take multiples of 4, such as 8"),
+    (
+        fsdp("qwen3_moe"),
+        {"target_parameters": ["up_proj"]},
+        "no weight of experts .* expected experts.gate_up_proj, experts.d",
+    ),
+    (fsdp("qwen3"), DOWN, "the model has no experts that can have adapters"),
     (fsdp("qwen3_moe", dp=2), {"target_modules": ["down_proj"]}, "down_proj', which no linear layer outside"),
 ]
 

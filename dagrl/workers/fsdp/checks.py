@@ -1,6 +1,7 @@
 """What can be checked of a model and of a run's settings before workers start. Imports transformers late."""
 
 import inspect
+import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -14,10 +15,14 @@ from dagrl.imports import load_class
 from dagrl.machine import gpu_count
 from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.run.cluster import gpus_per_worker
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
+from dagrl.workers.train.adapters import is_chosen_parameter
 
 if TYPE_CHECKING:
     from dagrl.workers.fsdp.model import HiddenStates
+
+logger = logging.getLogger(__name__)
 
 TRANSFORMERS = "5.19"  # the first version whose parallel plans FSDP workers apply
 
@@ -150,6 +155,24 @@ def _check_optimizer(wanted: OptimizerConfig, root: "HiddenStates") -> None:
     make_optimizer(kind, [weight], wanted, wanted.args, steps=steps)
 
 
+def _check_expert_adapters(policy: PolicyConfig, layout: ParallelLayout) -> None:
+    """Raises ConfigError for settings next to which experts have no adapters."""
+    has = "policy.peft.target_parameters is set"
+    if policy.peft.refit == "adapters":
+        raise ConfigError(f"{has}, but refits of adapters alone have none of experts; set policy.peft.refit=merged")
+    if layout.tp > 1:
+        raise ConfigError(
+            f"{has}, but experts that are split over tensor-parallel ranks have no adapters; set "
+            "policy.fsdp_cfg.tensor_parallel_size to 1"
+        )
+    multiple = 4 if policy.precision == "float32" else 8
+    if policy.peft.dim % multiple:
+        raise ConfigError(
+            f"{has}, and policy.peft.dim is {policy.peft.dim}; grouped products in {policy.precision} take multiples of "
+            f"{multiple}, such as {-(-policy.peft.dim // multiple) * multiple}"
+        )
+
+
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model that cannot be built, or not in this layout."""
     check_settings(config)
@@ -157,6 +180,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     _check_heads(policy, hf_config, layout.tp)
     from dagrl.workers.fsdp.architecture import vision_tower
     from dagrl.workers.fsdp.dry import check_files, dry_model
+    from dagrl.workers.fsdp.experts import expert_weights
     from dagrl.workers.fsdp.routers import find_routers
 
     if policy.peft.enabled and find_spec("peft") is None:
@@ -166,10 +190,16 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             "policy.peft.enabled is true, but FSDP workers have no adapters next to expert parallelism; set "
             "policy.fsdp_cfg.expert_parallel_size to 1"
         )
+    if policy.peft.enabled and policy.peft.target_parameters:
+        _check_expert_adapters(policy, layout)
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:
             root.context.check(layout.tp)
         _check_optimizer(policy.optimizer, root)
+        without = [name for name in expert_weights(root.net) if not is_chosen_parameter(name, policy.peft)]
+        if policy.peft.enabled and without:
+            names = sorted({".".join(name.split(".")[-2:]) for name in without})
+            logger.info("%s have no adapters; policy.peft.target_parameters gives them some", ", ".join(names))
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
         if policy.fsdp_cfg.freeze_vision_tower and vision_tower(root.net) is None:

@@ -11,6 +11,24 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, grouped_mm_experts_forward
 
 GROUPED_PERMUTED = "grouped_permuted"
+SCALE = "_adapter_scale"
+"""Attribute of a module of experts with adapters: what multiplies B @ A. 0: the base model."""
+
+
+def factor_names(parameter: str) -> tuple[str, str]:
+    """Returns the names of the adapters of a parameter: A [experts, dim, inputs] and B [experts, outputs, dim]."""
+    return f"lora_{parameter}_A", f"lora_{parameter}_B"
+
+
+def expert_weights(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """Returns the weights of experts that `run_experts` multiplies: the module and its name there, by the whole name."""
+    return {
+        f"{name}.{own}": (part, own)
+        for name, part in model.named_modules()
+        if hasattr(part, "is_transposed") and part.config._experts_implementation == GROUPED_PERMUTED
+        for own, weight in part.named_parameters(recurse=False)
+        if weight.ndim == 3 and not own.startswith("lora_")
+    }
 
 
 class _ToExperts(torch.autograd.Function):
@@ -62,6 +80,11 @@ def run_experts(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: T
 def _linear(self: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     bias = getattr(self, f"{name}_bias")[experts] if self.has_bias else None
     out: Tensor = _grouped_linear(rows, getattr(self, name), ends, bias=bias, is_transposed=self.is_transposed)
+    a, b = factor_names(name)
+    if getattr(self, SCALE, 0.0) and hasattr(self, a):
+        for factor in (a, b):
+            rows = _grouped_linear(rows, getattr(self, factor), ends)
+        out = out.add(rows, alpha=getattr(self, SCALE))
     return out
 
 

@@ -1,6 +1,7 @@
 """LoRA adapters of a sharded model, by PEFT's layers.
 
-`add_adapters` wraps linear layers before FSDP2 shards the model, A and B like other weights. Frozen weights are in
+`add_adapters` wraps linear layers before FSDP2 shards the model, A and B like other weights. Experts, which transformers
+stacks in one parameter, have theirs as parameters of the same module (`experts.py`). Frozen weights are in
 `policy.precision`, adapters in float32. A refit sends merged weights, of which each rank computes its shards, or the
 adapters, whole. Imported only where torch is.
 """
@@ -23,11 +24,13 @@ from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import held_boxes, local_of
 from dagrl.workers.fsdp.architecture import find_class, find_config, vision_tower
+from dagrl.workers.fsdp.experts import SCALE, expert_weights, factor_names
 from dagrl.workers.train.adapters import (
     adapter_names,
     check_adapters,
     first_factors,
     is_chosen,
+    is_chosen_parameter,
     read_adapters,
 )
 
@@ -35,8 +38,8 @@ NAME = "default"  # PEFT's name of the adapter
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """The adapter of a linear layer: W + scale * B @ A, with A [dim, inputs] and B [outputs, dim]."""
+class LayerAdapter:
+    """That of a linear layer: W + scale * B @ A, with A [dim, inputs] and B [outputs, dim]."""
 
     layer: Any
     scale: float
@@ -56,6 +59,10 @@ class Adapter:
         """The shape of B @ A."""
         return tuple(self.weight.shape)
 
+    def enable(self, enabled: bool) -> None:
+        """Makes passes run with the adapter, or without it."""
+        self.layer.enable_adapters(enabled)
+
     def merged(self) -> Tensor:
         """Returns this rank's part of the weight with the adapter, in float32. A collective.
 
@@ -67,6 +74,42 @@ class Adapter:
             a = a.redistribute(placements=columns)
         frozen = local_of(self.weight).float()
         return frozen.addmm(local_of(b), local_of(a), alpha=self.scale)
+
+
+@dataclass(frozen=True)
+class ExpertAdapter:
+    """Those of all experts of a layer, as a `LayerAdapter`: A [experts, dim, inputs] and B [experts, outputs, dim].
+
+    `run_experts` computes with them. Each rank has whole experts.
+    """
+
+    experts: Any
+    name: str
+    scale: float
+
+    @property
+    def weight(self) -> Any:
+        return getattr(self.experts, self.name)
+
+    @property
+    def factors(self) -> tuple[Any, Any]:
+        a, b = factor_names(self.name)
+        return getattr(self.experts, a), getattr(self.experts, b)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return expert_shape(self.experts, self.name)
+
+    def enable(self, enabled: bool) -> None:
+        setattr(self.experts, SCALE, self.scale if enabled else 0.0)  # for all adapters of the module
+
+    def merged(self) -> Tensor:
+        a, b = map(local_of, self.factors)
+        left, right = (a.mT, b.mT) if self.experts.is_transposed else (b, a)
+        return torch.baddbmm(local_of(self.weight).float(), left, right, alpha=self.scale)
+
+
+Adapter = LayerAdapter | ExpertAdapter
 
 
 def whole_factors(adapter: Adapter) -> tuple[Tensor, Tensor]:
@@ -81,7 +124,13 @@ class Adapters:
     def __init__(self, net: nn.Module, settings: PeftConfig) -> None:
         self._settings = settings
         layers = ((name, layer) for name, layer in net.named_modules() if _has_adapter(layer))
-        self.held = {f"{name}.weight": Adapter(layer, layer.scaling[NAME]) for name, layer in layers}
+        self.held: dict[str, Adapter] = {f"{name}.weight": LayerAdapter(one, one.scaling[NAME]) for name, one in layers}
+        scale = settings.alpha / settings.dim
+        self.held |= {
+            name: ExpertAdapter(experts, own, scale)
+            for name, (experts, own) in expert_weights(net).items()
+            if is_chosen_parameter(name, settings)
+        }
 
     @torch.no_grad()
     def fill(self, seed: int) -> None:
@@ -98,12 +147,12 @@ class Adapters:
     def disabled(self) -> Iterator[None]:
         """Runs the block with the base model."""
         for adapter in self.held.values():
-            adapter.layer.enable_adapters(False)
+            adapter.enable(False)
         try:
             yield
         finally:
             for adapter in self.held.values():
-                adapter.layer.enable_adapters(True)
+                adapter.enable(True)
 
     def sent_slices(self) -> list[WeightSlice]:
         """Returns the slices of a refit of adapters alone, which every rank holds whole."""
@@ -155,20 +204,39 @@ def shapes_of_model(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]
         return linear_shapes(find_class(PolicyConfig(), config, scalar=False)(config))
 
 
+def expert_shape(experts: Any, name: str) -> tuple[int, ...]:
+    """Returns the shape [experts, outputs, inputs] of one of a module's weights, in whatever order it has them."""
+    count, rows, columns = getattr(experts, name).shape
+    return (count, columns, rows) if experts.is_transposed else (count, rows, columns)
+
+
 def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
-    """Wraps the linear layers that `settings` choose. A and B are float32, the frozen weights as they were.
+    """Wraps the linear layers that `settings` choose, and adds parameters to experts. A and B are float32, the frozen
+    weights as they were.
 
     Raises a UserError for targets or saved adapters that do not fit the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    check_adapters(settings, linear_shapes(model))
+    experts = {name: expert_shape(*place) for name, place in expert_weights(model).items()}
+    check_adapters(settings, linear_shapes(model), experts)
     lora = LoraConfig(r=settings.dim, lora_alpha=settings.alpha, target_modules=_chosen_layers(model, settings))  # type: ignore[arg-type]
     apart = nn.ModuleDict({"net": model})  # from its configuration PEFT takes `up_proj` for experts, as of older checkpoints
     inject_adapter_in_model(lora, apart, NAME)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
+    for name, place in expert_weights(model).items():
+        if is_chosen_parameter(name, settings):
+            _add_expert_adapters(*place, experts[name], settings)
+
+
+def _add_expert_adapters(experts: nn.Module, name: str, shape: tuple[int, ...], settings: PeftConfig) -> None:
+    count, outputs, inputs = shape
+    device = getattr(experts, name).device
+    for factor, size in zip(factor_names(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True):
+        experts.register_parameter(factor, nn.Parameter(torch.empty(count, *size, dtype=torch.float32, device=device)))
+    setattr(experts, SCALE, settings.alpha / settings.dim)
 
 
 def split_adapters(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -209,5 +277,6 @@ def plain_view(module: nn.Module) -> nn.Module:
     kind: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     view: nn.Module = kind.__new__(kind)
     view.__dict__ = dict(module.__dict__)
+    view._parameters = {name: one for name, one in module._parameters.items() if not is_adapter(f".{name}")}
     view._modules = {name: None if child is None else plain_view(child) for name, child in module._modules.items()}
     return view

@@ -287,6 +287,8 @@ def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
             f"{recorded} in {policy.precision}, where torch multiplies one expert at a time; set cuda_graphs=false, or "
             "policy.precision=bfloat16"
         )
+    if has_adapters and policy.peft.target_parameters:
+        yield "policy.peft.target_parameters is set, but Megatron gives experts no adapters; set policy.backend=fsdp"
     if megatron.cuda_graphs and has_adapters:
         text = "recorded microbatches leave out adapters; set one of them to false"
         yield f"{key}.cuda_graphs is true, and peft.enabled: {text}"

@@ -3,7 +3,8 @@
 In a refit a parameter `q_proj.weight` [outputs, inputs] has A, `q_proj.lora_A.weight` [dim, inputs], and B,
 `q_proj.lora_B.weight` [outputs, dim]. B is sent times the scale of the adapters, as vLLM's LoRA slots expect it. Train
 workers hold A and B of the parameters that they have a part of, whole. In PEFT's `adapter_model.safetensors` the names begin
-with `base_model.model`. Experts have none. Needs neither Megatron nor PEFT; imports torch only to read and write files.
+with `base_model.model`. Experts have one A and B each, in one tensor: [experts, dim, inputs] and [experts, outputs, dim].
+Needs neither Megatron nor PEFT; imports torch only to read and write files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,15 +45,23 @@ def is_chosen(name: str, settings: PeftConfig) -> bool:
     return not names or any(_matches(name, target) for target in names)
 
 
+def is_chosen_parameter(name: str, settings: PeftConfig) -> bool:
+    """Whether a parameter with the weights of all experts of a layer has adapters."""
+    return any(_matches(name, target) for target in settings.target_parameters)
+
+
 def first_factors(name: str, shape: Sequence[int], settings: PeftConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns the A [dim, inputs] and B [outputs, dim] with which training begins, the same in any layout and backend."""
+    """Returns the A [dim, inputs] and B [outputs, dim] with which training begins, the same in any layout and backend.
+
+    Those of experts have one dimension more, as `shape` has.
+    """
     import torch
 
-    outputs, inputs = shape
+    *experts, outputs, inputs = shape
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(inputs)  # PEFT's kaiming_uniform_(a=sqrt(5))
-    a = torch.empty(settings.dim, inputs).uniform_(-bound, bound, generator=generator)
-    return a, torch.zeros(outputs, settings.dim)
+    a = torch.empty(*experts, settings.dim, inputs).uniform_(-bound, bound, generator=generator)
+    return a, torch.zeros(*experts, outputs, settings.dim)
 
 
 def linear_shapes(shapes: AdapterShapes) -> dict[str, tuple[int, ...]]:
@@ -60,11 +69,20 @@ def linear_shapes(shapes: AdapterShapes) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if _is_linear(name)}
 
 
-def check_adapters(settings: PeftConfig, linear: AdapterShapes) -> None:
+def check_adapters(settings: PeftConfig, linear: AdapterShapes, experts: AdapterShapes | None = None) -> None:
     """Raises ConfigError for a target that the model does not have, CheckpointError for adapters of another model.
 
-    `linear`: the shapes of all parameters of linear layers that may have adapters.
+    `linear`: the shapes of all parameters of linear layers that may have adapters. `experts`: those of experts, [experts,
+    outputs, inputs].
     """
+    experts = experts or {}
+    for target in settings.target_parameters:
+        if not any(_matches(name, target) for name in experts):
+            known = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)
+            raise ConfigError(
+                f"{KEY}.target_parameters has {target!r}, which no weight of experts is called; expected "
+                f"{', '.join(known) or 'none: the model has no experts that can have adapters'}"
+            )
     names = list(linear)
     for target in settings.target_modules:
         if not any(_matches(name, target) for name in names):
@@ -75,7 +93,7 @@ def check_adapters(settings: PeftConfig, linear: AdapterShapes) -> None:
             )
     if settings.adapter_path is not None:
         _check_config(Path(settings.adapter_path), settings)
-        _check_shapes(Path(settings.adapter_path), settings, linear)
+        _check_shapes(Path(settings.adapter_path), settings, linear, experts)
 
 
 def read_adapters(directory: str | Path, adapters: Mapping[str, Sequence[Tensor]]) -> None:
@@ -83,9 +101,9 @@ def read_adapters(directory: str | Path, adapters: Mapping[str, Sequence[Tensor]
     from safetensors import safe_open
 
     with safe_open(Path(directory) / WEIGHTS, framework="pt") as file:
-        for name, factors in adapters.items():
-            for key, tensor in zip(_keys(name), factors, strict=True):
-                tensor.copy_(file.get_tensor(key))
+        for name, (a, b) in adapters.items():
+            for key, tensor in zip(_keys(name, adapters), (a, b.movedim(0, -1) if b.ndim == 3 else b), strict=True):
+                tensor.copy_(file.get_tensor(key).view(tensor.shape))
 
 
 def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: Mapping[str, Sequence[Tensor]]) -> None:
@@ -93,8 +111,12 @@ def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: M
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {key: part for name, factors in adapters.items() for key, part in zip(_keys(name), factors, strict=True)}
-    layers = {_module(name).rpartition(".")[2] for name in adapters}
+    tensors = {
+        key: part
+        for name, factors in adapters.items()
+        for key, part in zip(_keys(name, adapters), _flat(*factors), strict=True)
+    }
+    layers = {_module(name).rpartition(".")[2] for name in adapters if name.endswith(".weight")}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     content: dict[str, Any] = {
         "peft_type": "LORA",
@@ -104,6 +126,7 @@ def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: M
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,
         "target_modules": list(settings.target_modules) or sorted(layers),
+        "target_parameters": list(settings.target_parameters) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -147,10 +170,20 @@ def _matches(name: str, target: str) -> bool:
     return f".{_module(name)}".endswith(f".{target}")
 
 
-def _keys(name: str) -> tuple[str, str]:
-    """Returns PEFT's names of A and B."""
-    a, b = adapter_names(name)
+def _keys(name: str, adapters: Collection[str]) -> tuple[str, str]:
+    """Returns PEFT's names of A and B. Of several parameters of a module each wraps those before it."""
+    module = _module(name)
+    if not name.endswith(".weight"):
+        module = name.rpartition(".")[0]
+        several = [other for other in adapters if other.rpartition(".")[0] == module]
+        module += ".base_layer" * (len(several) - 1 - several.index(name))
+    a, b = adapter_names(module)
     return f"base_model.model.{a}", f"base_model.model.{b}"
+
+
+def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns A and B as PEFT has them: of experts A [experts * dim, inputs] and B [outputs, dim * experts]."""
+    return (a.flatten(0, 1), b.movedim(0, -1).flatten(1).contiguous()) if a.ndim == 3 else (a, b)
 
 
 def _check_config(directory: Path, settings: PeftConfig) -> None:
@@ -171,10 +204,13 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
             raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA")
 
 
-def _check_shapes(directory: Path, settings: PeftConfig, linear: AdapterShapes) -> None:
+def _check_shapes(directory: Path, settings: PeftConfig, linear: AdapterShapes, experts: AdapterShapes) -> None:
     expected: dict[str, tuple[int, ...]] = {}
-    for name, (outputs, inputs) in targets(linear, settings).items():
-        expected |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
+    stacked = [name for name in experts if is_chosen_parameter(name, settings)]
+    for name, shape in (targets(linear, settings) | {name: experts[name] for name in stacked}).items():
+        *count, outputs, inputs = shape
+        dim = settings.dim * math.prod(count)
+        expected |= zip(_keys(name, stacked), ((dim, inputs), (outputs, dim)), strict=True)
     path = directory / WEIGHTS
     with opened(path) as file:
         saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}

@@ -24,12 +24,13 @@ from dagrl.workers.fsdp import FsdpWorker, copies
 from dagrl.workers.fsdp.context import _of_heads
 from dagrl.workers.fsdp.copies import ComputeCopies
 from dagrl.workers.fsdp.experts import GROUPED_PERMUTED, use_permutations
-from dagrl.workers.fsdp.lora import Adapters, add_adapters
+from dagrl.workers.fsdp.lora import Adapters, add_adapters, whole_factors
 from dagrl.workers.fsdp.model import HiddenStates, prepare_layer
 from dagrl.workers.fsdp.output import LogitTransform
+from dagrl.workers.fsdp.sent import SentWeights
 from dagrl.workers.fsdp.separation import check_separation, unseparated
 from dagrl.workers.fsdp.trainer import make_optimizer
-from dagrl.workers.train.adapters import check_adapters
+from dagrl.workers.train.adapters import check_adapters, write_adapters
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
 
@@ -515,15 +516,75 @@ def test_others_are_refused(shapes: dict[str, tuple[int, int]], more: dict[str, 
         check_adapters(settings(tmp_path), SHAPES)
 
 
-def test_linear_layers_next_to_experts_have_adapters_and_experts_none() -> None:
-    """PEFT takes `up_proj` of this model type for experts."""
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MODELS: dict[str, dict[str, Any]] = {  # GPT-OSS has its weights transposed, and biases
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1], "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 32, "rope_parameters": ROPE, "num_experts_per_tok": 2},
+}
+EXPERTS = "experts.gate_up_proj", "experts.down_proj"
+
+
+def base_of(kind: str) -> Any:
+    return tiny(kind, **MODELS[kind]).eval()
+
+
+def adapted(kind: str, settings: PeftConfig) -> tuple[Any, Any]:
     pytest.importorskip("peft")
-    settings = PeftConfig(enabled=True, dim=4, target_modules=("q_proj", "up_proj"))
-    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1], "num_experts_per_tok": 2}
-    model = tiny("qwen3_moe", **sizes)
+    model = base_of(kind)
     use_permutations(model)
     add_adapters(model, settings)
-    held = Adapters(model, settings).held
-    assert set(held) == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)} | {
+    adapters = Adapters(model, settings)
+    adapters.fill(5)
+    return model, adapters
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[1:]], ids=len)
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_of_experts_are_those_of_peft(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Files both ways, logits, gradients, merged weights, and the base model."""
+    peft = pytest.importorskip("peft")
+    wanted = peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj"], target_parameters=list(targets))
+    theirs = peft.get_peft_model(base_of(kind), wanted)
+    with torch.no_grad():
+        for name, factor in theirs.named_parameters():
+            if "lora_B" in name:
+                factor.normal_(std=0.05)
+    theirs.save_pretrained(tmp_path / "theirs")
+    keys = {"target_modules": ("q_proj",), "target_parameters": targets, "adapter_path": str(tmp_path / "theirs")}
+    settings = PeftConfig(enabled=True, dim=4, alpha=6.0, **keys)  # type: ignore[arg-type]
+    model, adapters = adapted(kind, settings)
+    tokens = torch.randint(0, 200, (2, 9))
+    logits, expected = (one(input_ids=tokens, use_cache=False).logits for one in (model, theirs))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    base = base_of(kind)(input_ids=tokens, use_cache=False).logits
+    assert (logits - base).abs().max() > 1e-2
+    with adapters.disabled():
+        torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, base, atol=1e-6, rtol=0)
+    write_adapters(tmp_path / "ours", "base", settings, {name: whole_factors(one) for name, one in adapters.held.items()})
+    read = peft.PeftModel.from_pretrained(base_of(kind), tmp_path / "ours")
+    torch.testing.assert_close(read(input_ids=tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0)
+    sent, merged = SentWeights(model, "float32", torch.device("cpu"), adapters), base_of(kind)
+    sent.update()
+    assert not any("lora" in part.name for part in sent.slices)
+    merged.load_state_dict(dict(sent.tensors), strict=False)
+    torch.testing.assert_close(merged(input_ids=tokens, use_cache=False).logits, expected, atol=1e-5, rtol=0)
+    for one in (logits, expected):
+        one.logsumexp(-1).square().mean().backward()
+    for name, adapter in adapters.held.items():
+        if ".experts." not in name:
+            continue
+        module, _, own = name.rpartition(".")
+        inner = len(targets) == 2 and own == "gate_up_proj"  # PEFT wraps one parameter after the other
+        wrapper: Any = theirs.base_model.model.get_submodule(module + ".base_layer" * inner)
+        a, b = (factor.grad for factor in adapter.factors)
+        for found, factor in ((a.flatten(0, 1), wrapper.lora_A), (b.movedim(0, -1).flatten(1), wrapper.lora_B)):
+            torch.testing.assert_close(found, factor["default"].weight.grad, atol=1e-6, rtol=1e-4, msg=name)
+            assert found.abs().sum() > 0
+
+
+def test_linear_layers_next_to_experts_have_adapters_and_experts_none() -> None:
+    """PEFT takes `up_proj` of this model type for experts."""
+    _, adapters = adapted("qwen3_moe", PeftConfig(enabled=True, dim=4, target_modules=("q_proj", "up_proj")))
+    assert set(adapters.held) == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)} | {
         "model.layers.1.mlp.up_proj.weight"
     }
