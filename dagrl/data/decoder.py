@@ -19,13 +19,23 @@ def decoded(tokenizer: PreTrainedTokenizerFast, sequences: Sequence[npt.NDArray[
     from tokenizers import decoders
 
     backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
-    if backend is None or tokenizer.clean_up_tokenization_spaces:
+    if backend is None or _removes_spaces(tokenizer):
         return [cast("str", tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in sequences]
     if not isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse):  # a token's text depends on those around it
         return cast("list[str]", backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True))
     added = tuple((number, token.content, token.special) for number, token in backend.get_added_tokens_decoder().items())
     pieces = _pieces(backend, added, isinstance(backend.decoder, decoders.ByteLevel))
     return [b"".join(pieces.take(tokens, mode="clip").tolist()).decode(errors="replace") for tokens in sequences]
+
+
+def _removes_spaces(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether transformers removes spaces before punctuation. It no longer does for BPE, although Llama 3's asks for it."""
+    from tokenizers import models
+
+    insists = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    return tokenizer.clean_up_tokenization_spaces and (
+        insists or not isinstance(tokenizer.backend_tokenizer.model, models.BPE)
+    )
 
 
 @lru_cache(maxsize=2)  # a run has one tokenizer; a table takes about 100 bytes a token
