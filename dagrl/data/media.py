@@ -29,7 +29,7 @@ from os import cpu_count
 from pathlib import Path
 from sys import intern
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -82,7 +82,6 @@ class Medium:
     data: bytes | Path
     id: int
     size: tuple[int, int]
-    kind: Literal["image"] = "image"
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dagrl.channels.spec import nccl_environment
 from dagrl.config import Config, GenerationConfig, Json
+from dagrl.config.settings import generation_config
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.machine import VISIBLE, gpu_count
 from dagrl.run.cluster import gpus_per_worker
@@ -51,14 +52,13 @@ def vllm_environment(config: Config) -> dict[str, str]:
 
 def require_generation(config: Config) -> GenerationConfig:
     """Returns the generation section. Raises ConfigError if it is missing, or sets engine arguments that the worker sets."""
-    if config.policy.generation is None:
-        raise ConfigError("policy.generation is missing; a generation worker needs it")
-    if reserved := sorted(OWN_ARGUMENTS & config.policy.generation.vllm_kwargs.keys()):
+    generation = generation_config(config)
+    if reserved := sorted(OWN_ARGUMENTS & generation.vllm_kwargs.keys()):
         raise ConfigError(
             f"policy.generation.vllm_kwargs sets {', '.join(reserved)}, which the worker sets itself; use the keys of "
             "policy.generation.vllm_cfg if they exist, or remove them"
         )
-    return config.policy.generation
+    return generation
 
 
 def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:

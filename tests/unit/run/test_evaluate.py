@@ -83,9 +83,6 @@ def test_it_is_the_share_of_choices_with_a_right_one(samples: int, right: int) -
     for k in range(1, samples + 1):
         choices = list(combinations(outcomes, k))
         assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, choices)) / len(choices))
-    for k in (0, samples + 1):
-        with pytest.raises(ValueError, match=f"expected 1 to {samples}"):
-            pass_at_k(samples, right, k)
 
 
 @pytest.mark.parametrize("right, count", [(0, 20), (41, 1319), (7, 7), (250, 500)])
@@ -95,8 +92,6 @@ def test_the_interval_is_wilsons(right: int, count: int) -> None:
     for end in interval(share, count):
         assert abs(share - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / count), abs=1e-9)
     assert interval(share, count)[0] < interval(share, count)[1]
-    with pytest.raises(ValueError, match="expected at least 1"):
-        interval(0.0, 0)
 
 
 def test_a_gain_is_that_of_pairs() -> None:
