@@ -328,18 +328,13 @@ def collate(rows: Sequence[Demonstration], *, media: bool = False) -> Batch:
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
-    loss_mask = np.zeros(tokens.shape, np.float32)
+    ids, loss_mask = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, np.float32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row.tokens
         loss_mask[index, : len(row)] = row.loss_mask
-    batch = Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask})
-    if not media:
-        return batch
-    ids = np.zeros(tokens.shape, np.int64)
-    for index, row in enumerate(rows):
         if row.media is not None:
             ids[index, : len(row)] = row.media.tokens
-    return batch.with_fields(**{MEDIA: ids})
+    return Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask, **({MEDIA: ids} if media else {})})
 
 
 def collate_pairs(pairs: Sequence[Preference], *, media: bool = False) -> Batch:

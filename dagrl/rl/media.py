@@ -5,7 +5,7 @@ In the messages of rollouts an image is `{"type": "image", "medium": NAME}`, whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from dagrl.data.media import (
     MediaProcessor,
     MediaStore,
     Medium,
+    Part,
     ids_in,
     is_image,
     parts_of,
@@ -68,31 +69,19 @@ class RolloutMedia:
 
     def keep(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Puts the media of `read_messages` into the store. Returns the messages with their names."""
-        return [self._kept(message) for message in messages]
 
-    def _kept(self, message: Message) -> dict[str, Any]:
-        if not shows_images(message):
-            return dict(message)
-        self.store.add(part["image"] for part in message["content"] if is_image(part))
-        parts = [{**IMAGE, MEDIUM: part["image"].name} if is_image(part) else part for part in message["content"]]
-        return {**message, "content": parts}
+        def kept(part: Part, _: str) -> Part:
+            self.store.add([part["image"]])
+            return {**IMAGE, MEDIUM: part["image"].name}
+
+        return _with_images(messages, kept)
 
     def requested(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns the messages of a client with their images in the store, by name.
 
         Raises DataError for an image that is neither a data URL nor one of the example's.
         """
-        return [
-            self._requested(message, f"messages.{number}") if shows_images(message) else dict(message)
-            for number, message in enumerate(messages)
-        ]
-
-    def _requested(self, message: Message, where: str) -> dict[str, Any]:
-        parts = []
-        for part in parts_of(message["content"], where):
-            medium = self._medium(part.get("image"), where) if is_image(part) else None
-            parts.append(dict(part) if medium is None else {**IMAGE, MEDIUM: medium.name})
-        return {**message, "content": parts}
+        return _with_images(messages, lambda part, where: {**IMAGE, MEDIUM: self._medium(part.get("image"), where).name})
 
     def _medium(self, data: object, where: str) -> Medium:
         url = urlsplit(data) if isinstance(data, str) else None
@@ -125,14 +114,20 @@ class RolloutMedia:
     def shown(self, prompt: Prompt) -> list[dict[str, Any]]:
         """Returns the messages of a prompt with the URLs of its images, which are files of the store."""
         ids = iter(ids_in(prompt.media.tokens) if prompt.media is not None else ())
-        return [self._shown(message, ids) for message in prompt.messages]
 
-    def _shown(self, message: Message, ids: Any) -> dict[str, Any]:
-        if not shows_images(message):
-            return dict(message)
-        urls = [self.store.path(next(ids)).as_uri() if is_image(part) else "" for part in message["content"]]
-        parts = [
-            {"type": "image_url", "image_url": {"url": url}} if url else dict(part)
-            for part, url in zip(message["content"], urls, strict=True)
-        ]
-        return {**message, "content": parts}
+        def shown(*_: object) -> Part:
+            return {"type": "image_url", "image_url": {"url": self.store.path(next(ids)).as_uri()}}
+
+        return _with_images(prompt.messages, shown)
+
+
+def _with_images(messages: Sequence[Message], change: Callable[[Part, str], Part]) -> list[dict[str, Any]]:
+    """Returns messages with other images: `change` gets the part of each, and the place of its message."""
+    changed = []
+    for number, message in enumerate(messages):
+        if shows_images(message):
+            place = f"messages.{number}"
+            parts = [change(part, place) if is_image(part) else part for part in parts_of(message["content"], place)]
+            message = {**message, "content": [*map(dict, parts)]}
+        changed.append(dict(message))
+    return changed

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+Texts = Sequence[str]
+
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 ENVIRONMENT = "environment"  # name of the part of the reward that the environment gave
@@ -92,6 +94,9 @@ class RewardFunction:
 
 _Call = tuple[RewardFunction, Sequence[int], Future[Answers] | None]
 """A function, the places of its samples, and its answers to them; None if there are none."""
+
+SampleValues = Callable[[Collection[str]], Sequence[Mapping[str, Any]]]
+"""Makes the values of each sample for further parameters, with those of `SAMPLE_VALUES` among the names that it is given."""
 
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
@@ -186,47 +191,33 @@ class RewardRunner:
         return not owners or any(f"{name}/".startswith(f"{owners[0]}/") for name in names)
 
     def submit(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        references: Sequence[str],
-        values: Callable[[Collection[str]], Sequence[Mapping[str, Any]]] | None = None,
+        self, prompts: Texts, completions: Texts, references: Texts, values: SampleValues | None = None
     ) -> Future[Answers]:
         """Rewards n samples in the background. Convert the result with `rewards_of`.
 
-        `values` makes, for each sample, the values that further parameters are filled with; the same names for all of them.
-        It is called only if a function has such parameters, with those of `SAMPLE_VALUES` among their names.
+        `values` is called only if a function has further parameters. It has the same names for all samples.
         """
-        calls = self._calls(prompts, completions, references, values)
+        calls = self._calls((prompts, completions, references), values)
         return join_futures([future for *_, future in calls if future], lambda: self._join(len(prompts), calls))
 
     def answers_by_function(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        references: Sequence[str],
-        values: Callable[[Collection[str]], Sequence[Mapping[str, Any]]],
+        self, prompts: Texts, completions: Texts, references: Texts, values: SampleValues
     ) -> Iterator[tuple[RewardFunction, Answers]]:
         """Yields each function's own answers for the samples of its tasks: `Failed`, a number, parts, or None."""
-        for item, _, future in self._calls(prompts, completions, references, values):
+        for item, _, future in self._calls((prompts, completions, references), values):
             if future is not None:
                 yield item, future.result()
 
-    def _calls(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        references: Sequence[str],
-        values: Callable[[Collection[str]], Sequence[Mapping[str, Any]]] | None,
-    ) -> list[_Call]:
+    def _calls(self, texts: tuple[Texts, Texts, Texts], values: SampleValues | None) -> list[_Call]:
         """Starts a call of each function, for the samples of its tasks."""
-        rows = values(self._names) if values is not None and self._names else [{}] * len(prompts)
+        count = len(texts[0])
+        rows = values(self._names) if values is not None and self._names else [{}] * count
         calls: list[_Call] = []
         for runner, item, (names, takes_any) in zip(self._runners, self._functions, self._wanted, strict=True):
             missing = {name: None for name, required in names.items() if required and values is not None}
             keywords = [missing | {name: row[name] for name in row if takes_any or name in names} for row in rows]
-            columns: Sequence[Sequence[Any]] = prompts, completions, references, keywords
-            places: Sequence[int] = range(len(prompts))
+            columns: Sequence[Sequence[Any]] = *texts, keywords
+            places: Sequence[int] = range(count)
             if item.tasks is not None:
                 places = [place for place, row in enumerate(rows) if row.get("task") in item.tasks]
                 columns = [[column[place] for place in places] for column in columns]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError, error_text
 from dagrl.rl.agents.conversations import message_key
-from dagrl.rl.agents.episode import AgentEpisode, Limits, Result, Turn
+from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.protocol import MODEL, ChatBody, EndpointError, read_body
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
@@ -150,9 +150,14 @@ class EndpointServer:
         body = read_body(await request.body())
         body = await asyncio.to_thread(self.renderer.read, body)  # decodes images
         turn = episode.ask(body, partial(self.renderer.context, body))
-        reply = _Reply(self, episode, turn, ChatFormat(body, self.renderer.token_text, turn.prompt))
         self.inbox.put(episode, turn)
-        answer = await reply.whole(request)
+        try:
+            result = await _result(request, turn)
+            text, calls = await self._recorded(episode, turn, body, result)
+        finally:
+            if episode.give_up(turn):
+                self.inbox.wake()
+        answer = whole_answer(body, turn.prompt, result, text, calls, self.renderer.token_text)
         if not body.stream:
             return JSONResponse(answer)
         chunks = chunks_of(answer, usage=bool(body.stream_options.get("include_usage")))
@@ -171,49 +176,33 @@ class EndpointServer:
             )
         return episode
 
-
-@dataclass
-class _Reply:
-    """Sends the answer to one request to its client."""
-
-    server: EndpointServer
-    episode: AgentEpisode
-    turn: Turn
-    format: ChatFormat
-
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Returns the whole answer. A client that goes away cancels its request."""
-        gone, future = asyncio.create_task(_disconnected(request)), self.turn.result
-        try:
-            await asyncio.wait((gone, future), return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
-                raise EndpointError("the client has gone", status=499)
-            result = _checked(future.result())
-            text, calls = await self._recorded(result)
-            return self.format.whole(result, text, calls)
-        finally:
-            gone.cancel()
-            if self.episode.give_up(self.turn):
-                self.server.inbox.wake()
-
-    async def _recorded(self, result: FinishedRequest) -> tuple[str, Calls]:
-        """Records the answer. Returns its text and its tool calls."""
-        stops = *self.server.limits.stop, *self.turn.options.stop
-        text = _before_stop(self.server.renderer.text(result.tokens), stops)
+    async def _recorded(
+        self, episode: AgentEpisode, turn: Turn, body: ChatBody, result: FinishedRequest
+    ) -> tuple[str, Calls]:
+        """Records the answer to a request. Returns its text and its tool calls."""
+        stops = *self.limits.stop, *turn.options.stop
+        text = _before_stop(self.renderer.text(result.tokens), stops)
         calls: Calls = ()
-        if self.format.body.offered_tools:
-            whole = _before_stop(self.server.renderer.text(result.tokens, special=True), stops)
-            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, whole)
+        if body.offered_tools:
+            whole = _before_stop(self.renderer.text(result.tokens, special=True), stops)
+            parsed = await asyncio.to_thread(self.renderer.parse_calls, body, whole)
             text = parsed.text if parsed.calls else text
-            ids = call_ids(parsed.calls, known_ids(self.format.body.messages))
-            calls = [*zip(ids, parsed.calls, strict=True)]
+            calls = [*zip(call_ids(parsed.calls, known_ids(body.messages)), parsed.calls, strict=True)]
         functions = [{"function": {"name": call.name, "arguments": call.arguments}} for _, call in calls]
-        key = message_key({"role": "assistant", "content": text, "tool_calls": functions})
-        self.episode.record(self.turn, result, key)
+        episode.record(turn, result, message_key({"role": "assistant", "content": text, "tool_calls": functions}))
         return text, calls
 
 
-def _checked(result: Result) -> FinishedRequest:
+async def _result(request: Request, turn: Turn) -> FinishedRequest:
+    """Waits for the tokens that answer a request. Raises EndpointError if there are none, or the client has gone."""
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((gone, turn.result), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+    if not turn.result.done():
+        raise EndpointError("the client has gone", status=499)
+    result = turn.result.result()
     if isinstance(result, EndpointError):
         raise result
     if result.finish_reason not in ("stop", "length"):
@@ -244,50 +233,50 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-@dataclass(frozen=True)
-class ChatFormat:
-    """Formats the answer to one request in OpenAI's format, with `policy_versions`: those that made its tokens, in ascending
-    order.
+def whole_answer(
+    body: ChatBody,
+    prompt: Sequence[int],
+    result: FinishedRequest,
+    text: str,
+    calls: Calls,
+    token_text: Callable[[int], str],
+) -> dict[str, Any]:
+    """Returns an answer in OpenAI's format, with `policy_versions`: those that made its tokens, in ascending order.
 
-    `token_text` decodes one token; `prompt` are the tokens of the request's whole context.
+    `prompt` are the tokens of the request's whole context, `text` is what those of `result` say besides `calls`.
+    `token_text` decodes one token.
     """
-
-    body: ChatBody
-    token_text: Callable[[int], str]
-    prompt: Sequence[int]
-
-    def whole(self, result: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
-        """Returns the whole answer. `result` has all tokens, `text` what they say besides `calls`."""
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            functions = [
-                {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for identity, call in calls
-            ]
-            message |= {"content": text or None, "tool_calls": functions}
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason}
-        prompt, completion = len(self.prompt), len(result.tokens)
-        return {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": MODEL,
-            "policy_versions": sorted(set(result.versions)),
-            "choices": [{**choice, **self._tokens(result)}],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
-            **({"prompt_token_ids": list(self.prompt)} if self.body.return_token_ids else {}),
-        }
-
-    def _tokens(self, result: FinishedRequest) -> dict[str, Any]:
-        """Returns the log-probabilities and ids of the tokens that the request asks for."""
-        ids = {"token_ids": list(result.tokens)} if self.body.return_token_ids else {}
-        if not self.body.logprobs:
-            return {"logprobs": None, **ids}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
+    choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        functions = [
+            {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for identity, call in calls
+        ]
+        choice["message"] |= {"content": text or None, "tool_calls": functions}
+        choice["finish_reason"] = "tool_calls"
+    if body.logprobs:
         content = []
         for token, logprob in zip(result.tokens, result.logprobs, strict=True):
-            text = self.token_text(token)
-            content.append({"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []})
-        return {"logprobs": {"content": content, "refusal": None}, **ids}
+            piece = token_text(token)
+            content.append({"token": piece, "logprob": float(logprob), "bytes": list(piece.encode()), "top_logprobs": []})
+        choice["logprobs"] = {"content": content, "refusal": None}
+    answer = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "policy_versions": sorted(set(result.versions)),
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(result.tokens),
+            "total_tokens": len(prompt) + len(result.tokens),
+        },
+    }
+    if body.return_token_ids:
+        choice["token_ids"], answer["prompt_token_ids"] = list(result.tokens), list(prompt)
+    return answer
 
 
 def chunks_of(answer: dict[str, Any], *, usage: bool) -> list[dict[str, Any]]:

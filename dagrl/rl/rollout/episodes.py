@@ -206,23 +206,18 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
 def token_rows(episodes: Sequence[Episode], *, media: bool = False, widths: Sequence[int] = ()) -> Batch:
     """Returns sequences as rows: `tokens` [sequences, width], prompt and completion so far, and `lengths`.
 
-    The width is the first of the ascending `widths` that holds the longest, or its length.
-
-    With `media`, also that field (`dagrl.data.media`).
+    The width is the first of the ascending `widths` that holds the longest, or its length. With `media`, also that field
+    (`dagrl.data.media`).
     """
     lengths = [len(episode) for episode in episodes]
     longest = max(lengths, default=1)
     tokens = np.zeros((len(episodes), next((width for width in widths if width >= longest), longest)), np.int64)
-    for row, episode, end in zip(tokens, episodes, lengths, strict=True):  # a mask of all rows would take four times as long
+    ids = np.zeros(tokens.shape if media else (len(episodes), 0), np.int64)
+    for row, shown, episode, end in zip(tokens, ids, episodes, lengths, strict=True):  # a mask would take four times as long
         start = len(episode.prompt.tokens)
         row[:start], row[start:end] = episode.prompt.tokens, episode.tokens
-    batch = Batch({"tokens": tokens, "lengths": np.array(lengths, np.int64)})
-    if not media:
-        return batch
-    ids = np.zeros_like(tokens)
-    for row, episode in zip(ids, episodes, strict=True):
-        start = len(episode.prompt.tokens)
-        row[start : len(episode)] = episode.media
-        if episode.prompt.media is not None:
-            row[:start] = episode.prompt.media.tokens
-    return batch.with_fields(**{MEDIA: ids})
+        if media:
+            shown[start:end] = episode.media
+            if episode.prompt.media is not None:
+                shown[:start] = episode.prompt.media.tokens
+    return Batch({"tokens": tokens, "lengths": np.array(lengths, np.int64), **({MEDIA: ids} if media else {})})
