@@ -46,16 +46,6 @@ class Resources:
     bundles: GpuBundles | None = None
 
 
-@dataclass(frozen=True)
-class WorkerLocation:
-    """The host and process of a worker, and the GPUs that Ray assigned it."""
-
-    host: str
-    pid: int
-    node: str  # Ray's node id
-    gpus: tuple[str, ...] = ()
-
-
 @dataclass
 class ActorStarter:
     """Starts actors of `worker_class` for the ranks of one group."""
@@ -89,9 +79,10 @@ class ActorStarter:
 
     def start(self, rank: int) -> ActorHandle:
         """Starts the actor of a rank, which constructs its worker."""
+        context = WorkerContext(self.role, rank, self.layout, self.seed, self.collective_timeout_s)
         bundles = self.resources.bundles
         options = {} if bundles is None else {"scheduling_strategy": bundles.of(rank)}
-        actor: ActorHandle = self._actor_class.options(**options).remote(self.context(rank), self.config)
+        actor: ActorHandle = self._actor_class.options(**options).remote(context, self.config)
         return actor
 
     def shortage(self) -> str:
@@ -110,6 +101,3 @@ class ActorStarter:
             f"{self.resources.num_gpus:g}: wait for other jobs, or use smaller layouts. If no job uses the GPUs, Ray has "
             "lost count of them: start it again"
         )
-
-    def context(self, rank: int) -> WorkerContext:
-        return WorkerContext(self.role, rank, self.layout, self.seed, self.collective_timeout_s)

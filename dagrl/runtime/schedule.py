@@ -38,7 +38,7 @@ from dagrl.runtime.executors.base import Executor, GraphLimits
 from dagrl.runtime.executors.node import DIED, IDLE
 from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.phase import Phase, replicas_per_graph
+from dagrl.runtime.phase import Phase
 from dagrl.runtime.replay import Durations, Replay, ReplayQueue
 from dagrl.runtime.shapes import (
     Bucket,
@@ -240,7 +240,12 @@ class Scheduler:
                 raise GraphError(f"phase {phase.name!r} takes batches, which are split by rows; give no codec")
             if not buckets:
                 raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
-            _check_batch_phase(phase, {role: self.groups[role].layout.dp for role in phase.roles})
+            shards = {role: self.groups[role].layout.dp for role in phase.roles}
+            if len(set(shards.values())) > 1:
+                raise GraphError(
+                    f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: "
+                    f"{shards}; give them the same data-parallel size, or pass a value that is not a batch"
+                )
         limits = self.options.limits(
             phase.name,
             input_bytes + DESCRIPTION_BYTES
@@ -546,15 +551,6 @@ class Scheduler:
             for entry in entries:
                 entry.compiled = [graph for graph in entry.compiled if graph not in ended]
                 entry.in_flight.replays.clear()
-
-
-def _check_batch_phase(phase: Phase, shards: Mapping[str, int]) -> None:
-    """Raises GraphError unless all roles of a phase that takes batches have the same number of shards."""
-    if any(count != 1 for count in replicas_per_graph(shards).values()):
-        raise GraphError(
-            f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: {shards}; "
-            "give them the same data-parallel size, or pass a value that is not a batch"
-        )
 
 
 def channel_bytes(

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from dagrl import errors
 from dagrl.attributes import setting
 from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
-from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
+from dagrl.runtime.actors import HEALTH, ActorStarter, Resources
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.node import (
     DIED,
@@ -25,6 +25,7 @@ from dagrl.runtime.executors.node import (
     EventLoopHere,
     NodeRun,
     Report,
+    WorkerLocation,
     abort,
     drain_runs,
     install,
@@ -203,11 +204,11 @@ class WorkerGroup:
         installs = [
             actor.__ray_call__.remote(install, self.role.name, rank, str(self.layout.coordinates(rank)), EventLoopHere())
             if rank in ranks
-            else actor.__ray_call__.remote(where)
+            else None
             for rank, actor in enumerate(self.actors)
         ]
         self.wait(installs, self._deadline, "start")
-        self.locations = tuple(WorkerLocation(*place) for place in self.call_function(where))
+        self.locations = tuple(self.call_function(where))
 
     def waiting(self, while_waiting: Callable[[], None]) -> AbstractContextManager[None]:
         """Makes waits of plain calls inside the block call `while_waiting` repeatedly, which may raise to give up."""

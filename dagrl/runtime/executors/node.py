@@ -403,10 +403,20 @@ def reset_tickets(worker: object, ticket: int) -> None:
     state_of(worker).gate.reset(ticket)
 
 
-def where(worker: object) -> tuple[str, int, str, tuple[str, ...]]:
-    """Returns the worker's host, process id, Ray node and GPUs."""
+@dataclass(frozen=True)
+class WorkerLocation:
+    """The host and process of a worker, and the GPUs that Ray assigned it."""
+
+    host: str
+    pid: int
+    node: str  # Ray's node id
+    gpus: tuple[str, ...] = ()
+
+
+def where(worker: object) -> WorkerLocation:
     here = ray.get_runtime_context()
-    return socket.gethostname(), os.getpid(), str(here.get_node_id()), tuple(here.get_accelerator_ids().get("GPU", []))
+    gpus = tuple(here.get_accelerator_ids().get("GPU", []))
+    return WorkerLocation(socket.gethostname(), os.getpid(), str(here.get_node_id()), gpus)
 
 
 class Report(NamedTuple):
