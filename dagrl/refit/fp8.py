@@ -38,16 +38,14 @@ def with_scales(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
     """Yields the slices, those of FP8 weights with their scales, which checkpoints have as parameters of their own."""
     slices = list(slices)
     scales = {(weight.name, weight.box): weight for weight in slices if weight.name.endswith(SCALE_SUFFIX)}
-    used: set[int] = set()
-    merged: list[WeightSlice] = []
+    keys = {weight: (f"{weight.name}{SCALE_SUFFIX}", in_blocks(weight.box)) for weight in slices if weight.dtype == FP8}
+    used = set(keys.values())
     for weight in slices:
-        own = scales.get((f"{weight.name}{SCALE_SUFFIX}", in_blocks(weight.box))) if weight.dtype == FP8 else None
-        if own is None:
-            merged.append(weight)
-            continue
-        used.add(id(own))
-        merged.append(replace(weight, scales=Scales(own.tensor, own.local)))
-    yield from (weight for weight in merged if id(weight) not in used)
+        own = scales.get(keys[weight]) if weight in keys else None
+        if own is not None:
+            yield replace(weight, scales=Scales(own.tensor, own.local))
+        elif (weight.name, weight.box) not in used:
+            yield weight
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

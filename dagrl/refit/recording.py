@@ -13,6 +13,7 @@ Operations that need the data (`item`, boolean masks) and parameters changed in 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dagrl.errors import ConfigError, RefitPlanError
 from dagrl.refit.fp8 import FP8, with_scales
-from dagrl.refit.slices import WeightSlice, volume
+from dagrl.refit.slices import WeightSlice
 from dagrl.refit.strided import Arranged, Strided, StridedCopy, copied_slices, stack_experts
 
 if TYPE_CHECKING:
@@ -398,12 +399,12 @@ class _Finish:
         for (name, where, reads), view in self._writes.items():
             if any(source.base.kind == "target" for source in view.sources()) or view.base.made is not None:
                 self._compute(name, where, view)
-                self._written[name] += 0 if reads else _elements(where)
+                self._written[name] += 0 if reads else math.prod(where.shape)
             else:
                 parameter = Strided.of(self._targets[name])
                 local = f"{name}.loaded" if name in recomputed else name
                 self._take(view, local, parameter, where, self._targets[name].dtype)
-                self._written[name] += _elements(where)
+                self._written[name] += math.prod(where.shape)
         for name in parameters:
             tensor = self._targets[name]
             missing = tensor.numel() - self._written[name] - constants.get(name, 0)
@@ -453,7 +454,3 @@ class _Finish:
             return evaluate(view, {source: of(source, local) for source, local in locals_of.items()})
 
         self._found.computations.append(Computation(name, where, inputs, compute))
-
-
-def _elements(where: Strided) -> int:
-    return volume(tuple((0, size) for size in where.shape))

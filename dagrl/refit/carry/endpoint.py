@@ -37,7 +37,7 @@ class RefitRounds:
 
     def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel) -> None:
         self._tensors, self._channel = tensors, channel
-        self._addresses = Addresses({}, ())
+        self.addresses = Addresses({}, ())
         self.bind(plan)
 
     def bind(self, plan: RankPlan) -> None:
@@ -46,11 +46,11 @@ class RefitRounds:
         Frees the earlier staging memory first, so that there is never twice as much. Uploads tables to GPUs, which waits on
         the host for the current stream. Raises RefitPlanError if tensors or dtypes do not fit the plan.
         """
-        self._addresses.forget()
+        self.addresses.forget()
         self._rounds: list[RefitRound] = []
         self._rounds = self._bound(plan)
         names = [*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]
-        self._addresses = Addresses(self._tensors, names)
+        self.addresses = Addresses(self._tensors, names)
         self.device = next((self._tensors[name].device for name in names), None)
 
     def _bound(self, plan: RankPlan) -> list[RefitRound]:
@@ -79,11 +79,6 @@ class RefitRounds:
     def receives(self) -> list[BucketMemory]:
         """The buckets to receive, in order."""
         return [round_.receive for round_ in self._rounds if round_.receive is not None]
-
-    @property
-    def moved(self) -> bool:
-        """Whether a tensor has new memory, so that the bound memory must not be used."""
-        return self._addresses.moved
 
     def run(self, packed: BucketCallback, received: BucketCallback) -> None:
         """Sends and receives all buckets. Calls `packed` with each bucket before it is sent, `received` to unpack each."""
@@ -196,7 +191,7 @@ class _Endpoint:
     def _run(self, version: int) -> RefitReport:
         """Sends and receives everything, and verifies it if the plan says so."""
         start = time.perf_counter()
-        if self.rounds.moved or self._mapped.moved:  # views and tables would use freed memory
+        if self.rounds.addresses.moved or self._mapped.addresses.moved:  # views and tables would use freed memory
             self._mapped.bind()  # before any message: it may reject tensors, and uploads would wait for messages
             self.rounds.bind(self._mapped.rest)
             self._prepare()

@@ -274,9 +274,9 @@ class _Planner:
         most = self._limits.staged if self._limits.staged == self._limits.bucket else self._limits.staged // GROUPS
         nbytes = {part: size.aligned * self._places[part.name] for part, size in self._nbytes.items()}
         groups = group_parts(wanted_by, nbytes, replicas, most)
-        routes = choose_routes(groups, self._ranks_of, self._sources, self._limits.staged, self._placement)
-        filled = {pair: self._filling.fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
-        relayed, after = self._relays(filled, routes.relays)
+        direct, relays = choose_routes(groups, self._ranks_of, self._sources, self._limits.staged, self._placement)
+        filled = {pair: self._filling.fill(pair, chosen) for pair, chosen in sorted(direct.items())}
+        relayed, after = self._relays(filled, relays)
         filled |= relayed
         durations: dict[RankPair, list[int]] = {}  # in nanoseconds
         for pair, contents in filled.items():

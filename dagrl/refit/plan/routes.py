@@ -5,13 +5,14 @@ Routes and the order of buckets (`ordering.py`) decide how fast a refit is.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dagrl.refit.plan.coverage import SourcePart
 
 LEAST_SHARE = 1024
 
 RankPair = tuple[int, int]  # (sender, receiver), as channel ranks
+Routes = dict[RankPair, list["PartGroup"]]  # the groups that each pair sends, in order
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,14 +45,6 @@ class Placement:
     def crosses(self, sender: int, receiver: int) -> bool:
         """Returns whether two ranks are on different hosts."""
         return self.hosts[sender] != self.hosts[receiver]
-
-
-@dataclass
-class Routes:
-    """Groups that each pair sends, in order. In `relays` a destination passes on what it received to others on its host."""
-
-    direct: dict[RankPair, list[PartGroup]] = field(default_factory=lambda: defaultdict(list))
-    relays: dict[RankPair, list[PartGroup]] = field(default_factory=lambda: defaultdict(list))
 
 
 def group_parts(
@@ -103,9 +96,10 @@ def _split_parts(parts: Sequence[SourcePart], nbytes: Mapping[SourcePart, int], 
 
 def choose_routes(
     groups: Sequence[PartGroup], ranks_of: Sequence[Sequence[int]], sources: int, limit: int, placement: Placement
-) -> Routes:
+) -> tuple[Routes, Routes]:
     """Chooses a source for each group of each destination, so that sources send about equally many bytes.
 
+    Returns what sources send, and what destinations pass on of it to others on their hosts.
     `ranks_of` has the channel ranks of each destination list. Groups are assigned largest first, to the source with the
     least to send so far, and to one on the destination's host if there is one. A source that does not send to the
     destination yet counts as having a little more, so that small groups do not open new pairs.
@@ -114,17 +108,17 @@ def choose_routes(
     for group in sorted(groups, key=lambda group: -group.nbytes):
         chooser.route(group)
     order = {id(group): index for index, group in enumerate(groups)}
-    for pairs in (chooser.routes.direct, chooser.routes.relays):
-        for chosen in pairs.values():
-            chosen.sort(key=lambda group: order[id(group)])
-    return chooser.routes
+    for chosen in (*chooser.direct.values(), *chooser.relays.values()):
+        chosen.sort(key=lambda group: order[id(group)])
+    return chooser.direct, chooser.relays
 
 
 class _Chooser:
     def __init__(
         self, groups: Sequence[PartGroup], ranks_of: Sequence[Sequence[int]], sources: int, limit: int, placement: Placement
     ) -> None:
-        self.routes = Routes()
+        self.direct: Routes = defaultdict(list)
+        self.relays: Routes = defaultdict(list)
         self._ranks_of, self._sources, self._placement = ranks_of, sources, placement
         wanted: dict[int, int] = defaultdict(int)
         for group in groups:
@@ -162,7 +156,7 @@ class _Chooser:
         self._send(group, leader)
         for rank in ranks:
             if rank != leader:
-                self.routes.relays[leader, rank].append(group)
+                self.relays[leader, rank].append(group)
 
     def _send(self, group: PartGroup, to: int) -> None:
         holders = group.holders
@@ -170,14 +164,14 @@ class _Chooser:
             holders = self._holders_on(holders, self._placement.hosts[to]) or holders
         source = holders[0]
         if len(holders) > 1:
-            load, direct, new_pair, count = self._load, self.routes.direct, self._new_pair[to], self._sources
+            load, direct, new_pair, count = self._load, self.direct, self._new_pair[to], self._sources
 
             def cost(source: int) -> tuple[int, int]:
                 return load[source] + (0 if (source, to) in direct else new_pair), (source - to) % count
 
             source = min(holders, key=cost)
         self._load[source] += group.nbytes
-        self.routes.direct[source, to].append(group)
+        self.direct[source, to].append(group)
 
     def _holders_on(self, holders: tuple[int, ...], host: int) -> tuple[int, ...]:
         near = self._near.get((holders, host))
