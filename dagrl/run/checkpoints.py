@@ -149,13 +149,7 @@ class Checkpoints:
 
 
 def load_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadline) -> None:
-    """Loads a role's part of a verified checkpoint into its workers, which first verify the contents of large files."""
-    verify_role(group, role, checkpoint, deadline)
-    group.call("load_checkpoint", str(checkpoint / role), deadline=deadline)
-
-
-def verify_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadline) -> None:
-    """Verifies the contents of a role's large files, a share of them in each worker's process. Raises CheckpointError."""
+    """Loads a role's part of a verified checkpoint into its workers. Each first verifies a share of the large files."""
     files, workers = list(large_files(checkpoint, role).items()), group.actors
     if files:
         shares = [dict(files[rank :: len(workers)]) for rank in range(len(workers))]
@@ -163,6 +157,7 @@ def verify_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadl
             actor.__ray_call__.remote(_verify_share, checkpoint, share) for actor, share in zip(workers, shares, strict=True)
         ]
         group.wait(refs, deadline, "verify_files")
+    group.call("load_checkpoint", str(checkpoint / role), deadline=deadline)
 
 
 def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> None:

@@ -31,7 +31,7 @@ from dagrl.rl.rollout.batches import scored_batch
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.record import NO_REWARD
 from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
-from dagrl.run.checkpoint_store import CheckpointStore
+from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.loops.optimizer_step import with_counts
 from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, open_trainer, split_minibatches
 from dagrl.run.loops.sft import train_sft
@@ -84,7 +84,7 @@ def replay_step(directory: Path, step: int, overrides: Sequence[str]) -> list[Mi
     _check(config, other, directory, step, sorted(files))
     roots = RunPaths.of(config).checkpoints, directory / "checkpoints"  # the second if the run was moved
     start = newest_checkpoint(roots, range(step))
-    first = max(start.step if start else 0, config.sft.max_num_steps) + 1
+    first = max(start.state.step if start else 0, config.sft.max_num_steps) + 1
     if missing := sorted(set(range(first, step + 1)) - files.keys()):
         raise ConfigError(
             f"--step {step}: training goes from step {first}, but {directory}/rollouts has no samples of step {missing[0]}; "
@@ -118,19 +118,11 @@ def report(step: int, compared: Sequence[MinibatchComparison]) -> str:
     return "\n".join([*lines, f"{'cosine of the two gradients':<40}{cosines:>28}", ""])
 
 
-@dataclass(frozen=True)
-class Start:
-    """A checkpoint to train on from."""
-
-    directory: Path
-    step: int
-
-
-def newest_checkpoint(roots: Sequence[Path], steps: range) -> Start | None:
+def newest_checkpoint(roots: Sequence[Path], steps: range) -> Checkpoint | None:
     """Returns the newest checkpoint of one of the `steps` in the first directory that has any."""
     for root in roots:
         if found := [each for each in CheckpointStore(root).all() if each.state.step in steps]:
-            return Start(found[-1].directory, found[-1].state.step)
+            return found[-1]
     return None
 
 
@@ -183,7 +175,7 @@ def _changed(one: Section, other: Section) -> set[str]:
     return {name for name in type(one).model_fields if getattr(one, name) != getattr(other, name)}
 
 
-def _replayed(config: Config, scratch: str, start: Start | None) -> Config:
+def _replayed(config: Config, scratch: str, start: Checkpoint | None) -> Config:
     """Returns the configuration of a run in `scratch` that begins at the checkpoint `start` and keeps nothing."""
     config = in_scratch(config, scratch).with_keys({"checkpointing.resume": start is not None})
     if start is not None:

@@ -95,53 +95,45 @@ def received(result: object) -> list[RefitReport]:
     return [report for part in result for report in received(part)] if isinstance(result, Iterable) else []
 
 
+@dataclass
 class WorkerEngines(GenerationEngines):
     """The engines of a generation group. `deadline` limits each plain call of its workers.
 
     Without a `replacement`, no engine is replaced.
     """
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        replays: Replays,
-        deadline: Deadline,
-        replacement: EngineReplacement | None = None,
-        burst_steps: int = 1,
-    ) -> None:
-        self._group, self._replays, self._deadline = group, replays, deadline
-        self._replacement, self._burst_steps = replacement, burst_steps
+    group: WorkerGroup
+    replays: Replays
+    deadline: Deadline
+    replacement: EngineReplacement | None = None
+    burst_steps: int = 1
 
     @property
     def shards(self) -> int:
-        return self._group.layout.dp
-
-    @property
-    def burst_steps(self) -> int:
-        return self._burst_steps
+        return self.group.layout.dp
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
-        replay = self._replays.submit(PHASE, requests, rows=rows)
-        return ReplayedQuantum(self._replays, replay, self._group.layout.dp)
+        replay = self.replays.submit(PHASE, requests, rows=rows)
+        return ReplayedQuantum(self.replays, replay, self.shards)
 
     def abort(self, requests: Sequence[int]) -> None:
-        self._group.call("abort_requests", requests, deadline=self._deadline)
+        self.group.call("abort_requests", requests, deadline=self.deadline)
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        return None if self._replacement is None else self._replacement.replace(error)
+        return None if self.replacement is None else self.replacement.replace(error)
 
     @property
     def ready(self) -> bool:
-        return self._replacement is None or self._replacement.ready
+        return self.replacement is None or self.replacement.ready
 
     @property
     def moves(self) -> bool:
-        return self._replays.shared is not None and self._replays.shared.moves
+        return self.replays.shared is not None and self.replays.shared.moves
 
     def update(self, version: int) -> ReplayedRefit:
-        if self._replacement is not None:
-            self._replacement.connect()
-        return ReplayedRefit(self._replays, self._replays.submit(REFIT, version))
+        if self.replacement is not None:
+            self.replacement.connect()
+        return ReplayedRefit(self.replays, self.replays.submit(REFIT, version))
 
 
 @dataclass

@@ -320,7 +320,7 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     """
     if policy.random_init is not None:
         return _with_language_keys(policy.random_init.hf_config, {"vocab_size": _vocabulary(policy.random_init, tokens)})
-    description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
+    description = _read_object(_existing_directory(policy.model_name, "policy.model_name") / CONFIG, "policy.model_name")
     rows = language_keys(description).get("vocab_size")
     if isinstance(rows, int) and rows < tokens:
         raise ConfigError(
@@ -334,37 +334,35 @@ def role_description(config: Config, role: str, hf_config: Mapping[str, Json]) -
     """Returns the `config.json` of a role's model. `hf_config` is the policy's."""
     key = f"{section_key(role)}.model_name"
     name = model_names(config).get(key)
-    return hf_config if name is None else _read_description(_existing_directory(name, key), key)
+    return hf_config if name is None else _read_object(_existing_directory(name, key) / CONFIG, key)
 
 
 def check_other_tokenizers(config: Config, ours: Mapping[str, int]) -> None:
     """Raises ConfigError unless transformers takes all models next to the policy, with the tokens of its tokenizer."""
+    tokens = max(ours.values(), default=-1) + 1
     for key, name in other_models(config).items():
-        _check_tokenizer(_existing_directory(name, key), key, ours)
+        directory = _existing_directory(name, key)
+        _check_description(directory, key)
+        rows = language_keys(_read_object(directory / CONFIG, key)).get("vocab_size")
+        if isinstance(rows, int) and rows < tokens:
+            raise ConfigError(
+                f"{key}: the model in {directory} has rows for {rows} tokens, but the policy's tokenizer has {tokens}; "
+                "choose one with the policy's tokenizer"
+            )
+        if not any((directory / file).exists() for file in (TOKENIZER, "tokenizer_config.json")):
+            continue  # weights alone: nothing to compare
+        theirs = _read_tokenizer(directory, key).get_vocab()
+        if differing := sorted(token for token, number in ours.items() if theirs.get(token) != number):
+            raise ConfigError(
+                f"{key}: the tokenizer in {directory} has other numbers for {len(differing)} of the policy's {len(ours)} "
+                f"tokens, such as {differing[0]!r}, so it would read other texts; choose one with its tokenizer"
+            )
 
 
 def other_models(config: Config) -> dict[str, str]:
     """Returns the directories of models next to the policy, by their keys."""
     own = ("policy.model_name", TOKENIZER_KEY)
     return {key: name for key, name in model_names(config).items() if name is not None and key not in own}
-
-
-def _check_tokenizer(directory: Path, key: str, ours: Mapping[str, int]) -> None:
-    _check_description(directory, key)
-    rows, tokens = language_keys(_read_description(directory, key)).get("vocab_size"), max(ours.values(), default=-1) + 1
-    if isinstance(rows, int) and rows < tokens:
-        raise ConfigError(
-            f"{key}: the model in {directory} has rows for {rows} tokens, but the policy's tokenizer has {tokens}; "
-            "choose one with the policy's tokenizer"
-        )
-    if not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
-        return  # weights alone: nothing to compare
-    theirs = _read_tokenizer(directory, key).get_vocab()
-    if differing := sorted(token for token, number in ours.items() if theirs.get(token) != number):
-        raise ConfigError(
-            f"{key}: the tokenizer in {directory} has other numbers for {len(differing)} of the policy's {len(ours)} "
-            f"tokens, such as {differing[0]!r}, so it would read other texts; choose one with its tokenizer"
-        )
 
 
 def checkpoint_bytes(policy: PolicyConfig) -> int:
@@ -490,11 +488,6 @@ def _vocabulary(init: RandomInit, tokens: int) -> int:
     """Returns the rows of the embedding: `hf_config.vocab_size`, and at least one per token of the tokenizer."""
     rows = language_keys(init.hf_config).get("vocab_size")
     return max(tokens, rows if isinstance(rows, int) else 0)
-
-
-def _read_description(directory: Path, key: str) -> dict[str, Json]:
-    """Reads a checkpoint's `config.json`. Raises ConfigError if it is missing."""
-    return _read_object(directory / CONFIG, key)
 
 
 def _check_description(directory: Path, key: str) -> None:

@@ -501,7 +501,6 @@ def _encoded(
             _check_tools(chat_of(tokenizer), schemas)
         encode_all = partial(encode_prompts, tokenizer=tokenizer, processor=processor)
         prompts = [_valid(config, encode_all, part) for part in parts]
-    if plan.generates:
         _check_ends(demonstrations[0], generation_config(derived.config).stop_token_ids, tokenizer)
     derive_from_data(derived, chain(*demonstrations, *pairs), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
     config = derived.config

@@ -68,9 +68,11 @@ class ReplayTimes:
         shards.
         """
         counted, self._counted = self._counted, []
+        quanta = [replay for replay in counted if replay.phase == "generate"]
+        engines, overhead = sum(replay.timing.busy_s for replay in quanta), sum(replay.overhead_s for replay in quanta)
         padding = [replay.timing.padding_share for replay in counted if replay.timing.padding_share is not None]
         return {
-            **_quantum_overhead(counted),
+            **({QUANTUM_OVERHEAD: overhead / (engines + overhead)} if engines else {}),
             **{IDLE + role: self._idle(role, counted, total) for role in roles},
             "replays": float(len(counted)),
             STEP_OVERHEAD: self._step_overhead(counted, total),
@@ -103,13 +105,6 @@ class ReplayTimes:
         busy += self._ahead.get(metric, 0.0)
         self._ahead[metric] = max(0.0, busy - total)
         return max(0.0, total - busy)
-
-
-def _quantum_overhead(counted: Sequence[CountedReplay]) -> dict[str, float]:
-    """Returns the overhead of quanta, as a share of their time."""
-    quanta = [replay for replay in counted if replay.phase == "generate"]
-    engines, overhead = sum(replay.timing.busy_s for replay in quanta), sum(replay.overhead_s for replay in quanta)
-    return {QUANTUM_OVERHEAD: overhead / (engines + overhead)} if engines else {}
 
 
 class Tape(Protocol):

@@ -379,7 +379,7 @@ def test_a_replay_starts_from_the_newest_checkpoint_before_its_step(tmp_path: Pa
             pass
     roots = (tmp_path / "moved", tmp_path / "checkpoints")
     found = [newest_checkpoint(roots, range(step)) for step in (2, 3, 6, 9)]
-    assert [start and start.step for start in found] == [None, 2, 4, 6]
+    assert [start and start.state.step for start in found] == [None, 2, 4, 6]
 
 
 def test_the_table_has_the_metrics_of_the_whole_step() -> None:
