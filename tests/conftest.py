@@ -115,4 +115,5 @@ def one_cluster(cluster: None) -> Iterator[None]:
     """Makes the runs of a file in this process join the session's cluster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
+        patch.setattr("dagrl.run.fleet.require_no_ray", nullcontext)
         yield

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dagrl.config import ClusterConfig
-from dagrl.errors import ConfigError, RunError
+from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import gc_paused
 from dagrl.machine import DEV_SHM, gpu_count
@@ -114,6 +114,17 @@ def check_ray_directory() -> None:
         require_writable(Path.home() / ".ray", f"HOME, where Ray writes ~/.ray/auth_token unless {AUTH_MODE}=disabled")
 
 
+def require_no_ray() -> None:
+    """Raises UserError if Ray already runs in this process."""
+    import ray
+
+    if ray.is_initialized():
+        raise UserError(
+            "Ray already runs in this process; expected none: dagrl starts or joins a cluster itself and leaves it at the "
+            "end. Call ray.shutdown() first, or run dagrl in a process of its own"
+        )
+
+
 @contextmanager
 def ray_cluster(
     config: ClusterConfig,
@@ -126,16 +137,10 @@ def ray_cluster(
 
     `environment` is set in every worker process. `store_bytes`: of the object store of a cluster that it starts. At the end,
     semaphores that killed workers left behind are removed, and a local cluster that has not ended within `teardown_s` is
-    killed. Raises ConfigError if nothing listens at the address, RunError if Ray fails to join or to start, or already runs
-    in this process; that one is left alone.
+    killed. Raises UserError if nothing listens at the address, or Ray already runs in this process, which is left alone;
+    RunError if Ray fails to join or to start.
     """
-    import ray
-
-    if ray.is_initialized():
-        raise RunError(
-            "Ray already runs in this process; expected none: dagrl starts or joins a cluster itself and leaves it at the "
-            "end. Call ray.shutdown() first, or run dagrl in a process of its own"
-        )
+    require_no_ray()
     if config.address:
         _require_listener(config.address)
     elif (elsewhere := os.environ.get("RAY_ADDRESS")) and elsewhere != "local":

@@ -30,7 +30,7 @@ from dagrl.config.plan import GroupStart, RunPlan
 from dagrl.config.roles import GENERATION, role_config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.machine import gpu_count
-from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
+from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster, require_no_ray
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.fork_server import ForkServer, Kind, Server, base_environment, forks_here
 from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
@@ -50,6 +50,7 @@ class Fleet(Early):
     """See the module's docstring. A context manager. `roles`: those whose workers will start (None: all)."""
 
     def __init__(self, restarts: int = 0, server: Server | None = None, roles: Collection[str] | None = None) -> None:
+        require_no_ray()
         self.restarts = restarts  # that may still follow
         self._server = server  # which imports already
         self._roles = roles

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from dagrl.config import ClusterConfig
-from dagrl.errors import RunError
+from dagrl.errors import UserError
 from dagrl.run.cluster import ray_cluster
+from dagrl.run.fleet import Fleet
 from tests.integration.processes import alive, ends_within
 
 STOPPED = """
@@ -87,12 +88,11 @@ def test_nothing_of_a_cluster_outlives_its_driver_or_a_failed_start(moment: str,
     assert ends_within(20.0, lambda: any(map(alive, pids))) or not killed(pids)
 
 
-@pytest.mark.parametrize("address", [None, "auto"])
-def test_a_ray_that_the_caller_started_runs_on(address: str | None, cluster: None) -> None:
+def test_a_ray_that_the_caller_started_runs_on(cluster: None) -> None:
     """As `_own_ray` of tests/conftest.py checks."""
-    message = r"Ray already runs in this process; expected none.* Call ray\.shutdown\(\) first"
-    with pytest.raises(RunError, match=message), ray_cluster(ClusterConfig(address=address)):
-        pass
+    for begin in (Fleet, lambda: ray_cluster(ClusterConfig(address="auto"))):
+        with pytest.raises(UserError, match=r"Ray already runs in this process; .* Call ray\.shutdown\(\) first"), begin():
+            pass
 
 
 def killed(pids: list[int]) -> list[int]:

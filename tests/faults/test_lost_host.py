@@ -72,7 +72,7 @@ def hosts(train: WorkerGroup) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("hosts")
+@pytest.mark.usefixtures("hosts", "one_cluster")
 def test_an_engine_of_a_lost_host_is_not_replaced(train: WorkerGroup) -> None:
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["cluster.gpus_per_worker=1"])
     engines = WorkerGroup.create("generation", Engine, ParallelLayout(dp=2), None, resources=Resources(num_gpus=1.0))
