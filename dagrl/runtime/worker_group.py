@@ -410,7 +410,7 @@ def gather(
         raise WorkerError(cause_first(failures))
     if waiting:
         late = [callers[ref] for ref in waiting]
-        names = [failure(rank, "hung", doing, deadline.missed).describe() for failure, rank, doing in late]
+        names = [failure(rank, "is still", doing, deadline.missed).describe() for failure, rank, doing in late]
         raise DeadlineError("\n".join(names) + f"; raise {deadline.key} if it is slow")
     return [[None if ref is None else results[ref] for ref in refs] for _, _, refs in calls]
 
