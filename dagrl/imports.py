@@ -42,6 +42,7 @@ UNUSED = ("sklearn", "scipy", "pandas")
 without: a tenth of all imports."""
 
 BYTECODE_ROOM = 1 << 29  # free bytes for bytecode, which takes 150 MB
+BYTECODE_UNUSED_S = 30 * 86_400  # seconds without use after which the bytecode of an environment is removed
 
 
 def keep_bytecode() -> None:
@@ -71,7 +72,8 @@ def keep_bytecode() -> None:
 
 
 def _remove_damaged(kept: Path) -> None:
-    """Removes bytecode that has changed since the last call and cannot be read, so that Python compiles it again.
+    """Removes bytecode that has changed since the last call and cannot be read, so that Python compiles it again. The first
+    call of an environment also removes the bytecode of unused ones.
 
     Python recompiles files that are empty or of another version, but raises `EOFError: marshal data too short` for a file
     that a quota or a power failure has cut short (https://github.com/python/cpython/issues/126606).
@@ -89,7 +91,10 @@ def _remove_damaged(kept: Path) -> None:
                         marshal.loads(Path(path).read_bytes()[16:])  # noqa: S302 - after a header of 16 bytes
                 except (EOFError, ValueError, TypeError):
                     os.unlink(path)
-    begun.replace(checked)
+    begun.replace(checked)  # which also tells others when `kept` was last used
+    for other in kept.parent.iterdir() if not since else ():
+        if checked.stat().st_mtime - other.stat().st_mtime > BYTECODE_UNUSED_S:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 @contextmanager

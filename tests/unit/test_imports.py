@@ -12,6 +12,7 @@ from importlib.machinery import SourceFileLoader
 from inspect import ismodule
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,7 @@ def test_packages_are_found_in_the_same_distributions() -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("free", [1 << 28, 1 << 30])
-def test_bytecode_is_kept_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool, writes: bool, free: int
-) -> None:
+def test_bytecode_is_kept_where_none_is(tmp_path: Path, monkeypatch: Any, compiled: bool, writes: bool, free: int) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     source = tmp_path / "torch" / "__init__.py"
     source.parent.mkdir()
@@ -56,11 +55,16 @@ def test_bytecode_is_kept_where_there_is_none(
     if compiled:
         (cache := Path(importlib.util.cache_from_source(str(source)))).parent.mkdir()
         cache.touch()
+    used, unused = (tmp_path / "dagrl" / "bytecode" / name for name in ("used", "unused"))
+    used.mkdir(parents=True)
+    unused.mkdir()
+    os.utime(unused, (0, 0))
     keep_bytecode()
     own = f"{zlib.crc32(sys.prefix.encode()):08x}"  # of this environment
     ours = str(tmp_path / "dagrl" / "bytecode" / own) if not compiled and not writes and free > 1 << 29 else None
     assert sys.pycache_prefix == ours and os.environ["PYTHONPYCACHEPREFIX"] == (ours or "")
     assert sys.dont_write_bytecode == (ours is None and not writes)
+    assert used.exists() and unused.exists() == (ours is None)
     if ours:  # what is damaged is compiled again
         loader, kept = SourceFileLoader("torch", str(source)), Path(importlib.util.cache_from_source(str(source)))
         loader.get_code("torch")
