@@ -3,12 +3,15 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dagrl.config import Json
+from dagrl.data.examples import first_row
 from dagrl.data.hugging_face import SUFFIXES, hub_has, is_hub_id
-from dagrl.errors import ConfigError
-from dagrl.files import write_whole
+from dagrl.errors import ConfigError, UserError
 from dagrl.imports import load_callable
 from dagrl.run.derive import model_type
 from dagrl.workers.families.decoder import MODEL_TYPES
@@ -86,11 +89,6 @@ def check_new(path: Path) -> None:
         raise ConfigError(f"{path} exists already; remove it, or name another file with -o")
 
 
-def write_config(answers: Answers, path: Path) -> None:
-    """Writes the configuration."""
-    write_whole(path, config_text(answers, path.stem))
-
-
 def config_text(answers: Answers, name: str) -> str:
     """Returns the configuration as YAML with comments. Keys that are commented out show the value they would have."""
     algorithm, rate, generation = ("grpo", "1.0e-6", _GENERATION) if answers.reward else ("sft", "1.0e-5", "")
@@ -160,25 +158,18 @@ _SFT = """\
 
 
 def _columns(data: str) -> str:
-    """Returns the keys of the columns, commented out where they have their default."""
-    gsm8k = data == "openai/gsm8k"
-    prompt, response = ("question", "answer") if gsm8k else found_keys(Path(data))
-    keys = "".join(
-        f"  {key}: {value}\n" if value != key.removesuffix("_key") else f"  # {key}: {value}\n"
-        for key, value in (("prompt_key", prompt), ("response_key", response))
-    )
-    return ("  subset: main\n  val_split: test\n" if gsm8k else "") + keys
-
-
-def found_keys(path: Path) -> tuple[str, str]:
-    """Returns the keys of the prompt and of the response in the first line of a JSONL file; the defaults if it has none."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError):
-        first = {}
-    keys = first if isinstance(first, dict) else {}
-    return (
-        next((key for key in PROMPT_KEYS if key in keys), PROMPT_KEYS[0]),
-        next((key for key in RESPONSE_KEYS if key in keys), RESPONSE_KEYS[0]),
-    )
+    """Returns the keys of the columns, commented out where they have their default. Looks at data on this machine alone."""
+    if data == "openai/gsm8k":
+        return "  subset: main\n  val_split: test\n  prompt_key: question\n  response_key: answer\n"
+    row: Mapping[str, Json] = {}
+    if (path := Path(data).expanduser()).exists():
+        with suppress(UserError):  # which the dry run shows
+            row = first_row(path)
+    text = ""
+    for key, names in (("prompt_key", PROMPT_KEYS), ("response_key", RESPONSE_KEYS)):
+        found = [name for name in names if name in row]
+        if not row or found[:1] == [names[0]] or "messages" in row:
+            text += f"  # {key}: {names[0]}\n"
+        else:
+            text += f"  {key}: {found[0] if found else f'{names[0]}    # found none; the columns are {[*row]}'}\n"
+    return text

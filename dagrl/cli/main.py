@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dagrl.attributes import setting
 from dagrl.cli.numbers import count, finite, positive, whole
 from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
-from dagrl.files import require_writable
+from dagrl.files import require_writable, write_whole
 from dagrl.imports import keep_bytecode, require_package
 
 if TYPE_CHECKING:
@@ -311,14 +311,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _init(options: argparse.Namespace) -> None:
-    from dagrl.cli.init import ask, check_answers, check_new, write_config
+    from dagrl.cli.init import ask, check_answers, check_new, config_text
 
     check_new(options.output)
     _check_outputs(options)
     answers = ask(options.model, options.data, options.reward)
     if unknown := check_answers(answers):
         sys.stdout.write(f"not checked, as the Hugging Face Hub does not answer: {', '.join(unknown)}\n")
-    write_config(answers, options.output)
+    write_whole(options.output, config_text(answers, options.output.stem))
     sys.stdout.write(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
 
 

@@ -158,16 +158,24 @@ def with_tools(example: Example, schemas: Sequence[Json]) -> Example:
 def read_examples(path: str | Path, split: str, config: DataConfig, parse: Parse | None = None) -> list[Example]:
     """Reads a file, or a split of a dataset. Raises DataError that names the line or row, or as `data.invalid` says."""
     make = parse or demonstration_of
-    files = plain_files(path, split, config.subset)
-    if files is None:
-        rows = read_rows(path, split, config.subset)
-        examples = keep_valid(rows, lambda row: make(dict(row[1]), row[0], config), config.invalid, str(path))
-    else:
-        found = chain.from_iterable(starmap(_rows_of, files))
-        examples = keep_valid(found, lambda row: make(_object(*row), row[1], config), config.invalid, str(path))
+    rows = _rows(path, split, config.subset)
+    examples = keep_valid(rows, lambda row: make(_object(*row), row[1], config), config.invalid, str(path))
     if not examples:
         raise DataError(f"the dataset {str(path)!r} has no rows")
     return with_images(examples, Path(path) if Path(path).is_dir() else Path(path).parent, config, str(path))
+
+
+def first_row(path: str | Path) -> Mapping[str, Json]:
+    """Returns the first row of a file, or of the `train` split of a dataset; nothing if it has none. Raises DataError."""
+    return next((_object(*row) for row in _rows(path, "train")), {})
+
+
+def _rows(path: str | Path, split: str, subset: str | None = None) -> Iterable[tuple[bytes | Json, str]]:
+    """Returns each row, and its source."""
+    files = plain_files(path, split, subset)
+    if files is None:
+        return ((dict(row), source) for source, row in read_rows(path, split, subset))
+    return chain.from_iterable(starmap(_rows_of, files))
 
 
 def with_images(examples: Sequence[Example], folder: Path, config: DataConfig, source: str) -> list[Example]:

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from dagrl.cli.doctor import Finding, bad_combinations, check_cupy, packages, pins, verdict
-from dagrl.cli.init import Answers, config_text, found_keys
+from dagrl.cli.init import Answers, config_text
 from dagrl.cli.main import main
 from dagrl.config.file import load_config
 
@@ -33,8 +33,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reward, algorithm", [("math", "grpo"), (OWN, "grpo"), ("", "sft")])
 def test_what_it_writes_is_a_configuration(reward: str, algorithm: str, tmp_path: Path) -> None:
-    data, file = tmp_path / "train.jsonl", tmp_path / "made.yaml"
-    data.write_text('{"question": "1+1", "solution": "2"}\n')
+    data, file = tmp_path / ("d.jsonl" if reward else "d.csv"), tmp_path / "made.yaml"
+    data.write_text('{"question": "1+1", "solution": "2"}\n' if reward else "question,solution\n1+1,2\n")
     assert main(["init", "--model", "Qwen/Qwen3-0.6B", "--data", str(data), "--reward", reward, "-o", str(file)]) == 0
     config = load_config(file, [])
     assert (config.name, config.algorithm, config.policy.model_name) == ("made", algorithm, "Qwen/Qwen3-0.6B")
@@ -82,9 +82,10 @@ def test_bad_answers_are_errors(arguments: list[str], message: str, tmp_path: Pa
 
 
 def test_files_without_keys_have_the_defaults(tmp_path: Path) -> None:
-    for line in ("", "[1]", "not JSON"):
+    unknown = "  prompt_key: prompt    # found none; the columns are ['q']\n"
+    for line, says in (("", "# prompt_key: prompt\n"), ("not JSON", "# prompt_key: prompt\n"), ('{"q": ""}', unknown)):
         (tmp_path / "a.jsonl").write_text(line)
-        assert found_keys(tmp_path / "a.jsonl") == ("prompt", "response") == found_keys(tmp_path / "none.jsonl")
+        assert says in config_text(Answers(str(tmp_path), str(tmp_path / "a.jsonl"), ""), "made")
 
 
 def test_what_the_hub_does_not_answer_about_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
