@@ -190,20 +190,12 @@ def _require_listener(address: str) -> None:
 
 
 def _start(
-    config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float
+    config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float, *, again: bool = True
 ) -> ProcessGroup | None:
-    """Joins a cluster, or starts one and returns its processes' group; again if its node was too slow for Ray."""
-    try:
-        return _init(config, environment, store_bytes, teardown_s)
-    except Exception as error:  # Ray raises plain exceptions here
-        if config.address or SLOW_NODE not in str(error):
-            raise
-        logger.warning("Ray's node did not answer within the 30 s that Ray gives it; starting another")
-        return _init(config, environment, store_bytes, teardown_s)
+    """Joins a cluster, or starts one and returns its processes' group. Ends what it has started if it raises.
 
-
-def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float) -> ProcessGroup | None:
-    """Calls `ray.init`. Ends what it has started if it raises."""
+    Starts `again`, once, if the node was too slow for Ray.
+    """
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # warns that a thread cannot set the handler of SIGTERM
@@ -211,9 +203,12 @@ def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: in
     try:
         with nullcontext() if group is None else group.joined(), lean_node():
             ray.init(**_arguments(config, store_bytes), runtime_env={"env_vars": {**QUIET, **environment}})
-    except BaseException:
+    except BaseException as error:  # Ray raises plain exceptions here
         _end(group, teardown_s)
-        raise
+        if config.address or not again or SLOW_NODE not in str(error):
+            raise
+        logger.warning("Ray's node did not answer within the 30 s that Ray gives it; starting another")
+        return _start(config, environment, store_bytes, teardown_s, again=False)
     return group
 
 

@@ -5,7 +5,7 @@ train(config)                        # one attempt: a session (`dagrl.run.start`
 """
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 from dagrl.config import Config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
@@ -24,12 +24,6 @@ LOOPS = {"samples": train_samples, "demonstrations": train_sft, "preferences": t
 """By what an algorithm learns from."""
 
 
-class Run(Protocol):
-    """Runs the steps that are left with the workers of `fleet`, which may be those of a run that failed."""
-
-    def __call__(self, config: Config, *, fleet: Fleet) -> None: ...
-
-
 def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all)."""
     try:
@@ -39,13 +33,12 @@ def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None
         logger.info("%s", ended)
 
 
-def run_with_restarts(run: Run, config: Config, server: Server | None = None) -> None:
-    """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
-    `max_restarts` times (`on_failure: restart`).
+def run_with_restarts(run: Callable[..., object], config: Config, server: Server | None = None) -> None:
+    """Calls `run(config, fleet=...)`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray
+    ended, up to `max_restarts` times (`on_failure: restart`), with the workers of the fleet that can go on.
 
-    `server` may import already what workers need. Ray and the workers that can go on stay alive between two calls, unless
-    Ray itself is broken. Raises the last failure, and one in which nothing was lost before the attempt's first step: it
-    would come again.
+    `server` may import already what workers need. Ray stays alive between two calls, unless it is broken. Raises the last
+    failure, and one in which nothing was lost before the attempt's first step: it would come again.
     """
     restarts = config.max_restarts if config.on_failure == "restart" else 0
     with Fleet(restarts, server) as fleet:

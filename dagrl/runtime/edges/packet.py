@@ -69,7 +69,10 @@ def wire_body(packet: Packet) -> tuple[object, ...]:
     """
     value = packet.value
     if type(value) is Batch and _is_plain(value):
-        return _batch_to_wire(value), packet.busy_s, packet.failures, True
+        data: Callable[[Any], object] = bytearray if _nbytes(value) < IN_BAND_BYTES else pickle.PickleBuffer
+        arrays = [(name, np.ascontiguousarray(array)) for name, array in value.fields.items()]
+        fields = [(name, array.dtype.str, array.shape, data(array)) for name, array in arrays]
+        return (fields, dict(value.scalars)), packet.busy_s, packet.failures, True
     return value, packet.busy_s, packet.failures
 
 
@@ -84,12 +87,6 @@ def body_from_wire(content: Any) -> PacketBody:
 
 def _is_plain(batch: Batch) -> bool:
     return {array.dtype.kind for array in batch.fields.values()} <= PLAIN_KINDS
-
-
-def _batch_to_wire(batch: Batch) -> tuple[object, ...]:
-    data: Callable[[Any], object] = bytearray if _nbytes(batch) < IN_BAND_BYTES else pickle.PickleBuffer
-    arrays = [(name, np.ascontiguousarray(array)) for name, array in batch.fields.items()]
-    return [(name, array.dtype.str, array.shape, data(array)) for name, array in arrays], dict(batch.scalars)
 
 
 def _nbytes(batch: Batch) -> int:
