@@ -223,7 +223,12 @@ def unused(train: Shard, x: Input) -> Value:
         (lambda train, x: train.map("pair", x), "pair is called with 1 positional .* missing a required argument: 'y'"),
         (lambda train, x: join(train.map("forward", x), train.map("forward", 3)), "does not depend on the input; pass"),
         (unused, r"the result of node train\[1\].forward is not used; return it, or join\(\) it"),
-        (lambda train, x: train.map("forward", x).via("nccl"), r"transport 'nccl' .* by the train group; it has shm"),
+        (lambda generation, x: generation.map("forward", x).via("nccl"), "'nccl' .* by the generation group; it has shm"),
+        (
+            lambda train, generation, x: generation.map("forward", train[0].map("forward", x).via("nccl")),
+            r"generation\[0\].forward reads train\[0\].forward via 'nccl', which the generation",
+        ),
+        (lambda train, x: train[0].map("forward", x).via("nccl"), r"\[0\].forward is an output via 'nccl', but the driver"),
         (lambda train, x: train[0:3].map("forward", train.map("forward", x)), "an argument has 4 values for 3 workers"),
         (lambda train, generation, x: train.reduce("total", generation.map("forward", x)), r"'total'\) .* of another role"),
         (lambda train, x: None, "it returns None; return a value from map, reduce or join"),
@@ -239,26 +244,12 @@ def unused(train: Shard, x: Input) -> Value:
 )
 def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words: str) -> None:
     with pytest.raises(GraphError, match=f"phase '{function.__name__}'.*{words}"):
-        trace(annotated(function), role(tp=4), role("generation", tp=4))
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda train, x: join(), r"join\(\) needs at least one value"),
-        (
-            lambda train, generation, x: generation.map("forward", train[0].map("forward", x).via("nccl")),
-            r"generation\[0\].forward reads train\[0\].forward via 'nccl', which the generation",
-        ),
-        (lambda train, x: train[0].map("forward", x).via("nccl"), r"\[0\].forward is an output via 'nccl', but the driver"),
-    ],
-)
-def test_mistakes_with_values_and_transports_name_the_remedy(function: Callable[..., Any], words: str) -> None:
-    with pytest.raises(GraphError, match=words):
         trace(annotated(function), role("train", "nccl", tp=4), role("generation", tp=4))
 
 
-def test_values_of_another_phase_are_refused() -> None:
+def test_values_of_another_phase_and_none_are_refused() -> None:
+    with pytest.raises(GraphError, match=r"join\(\) needs at least one value"):
+        join()
     kept: list[Value] = []
 
     def first(train: Shard, x: Input) -> Value:
@@ -288,10 +279,17 @@ def test_functions_that_cannot_be_phases(function: Callable[..., Any], words: st
         phase(annotated(function))
 
 
-@pytest.mark.parametrize("dtype", ["int4", "bfloat16", "torch.float32"])
-def test_a_field_with_an_unknown_dtype_is_named(dtype: str) -> None:
-    with pytest.raises(GraphError, match=f"field 'x' of a phase's inputs has the dtype '{dtype}', which numpy"):
-        phase(inputs={"x": Field(dtype)})(broadcast)
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        *((Field(dtype), f"'lengths' .* has the dtype '{dtype}', which numpy") for dtype in ("int4", "torch.float32")),
+        (Field("int64"), r"its inputs is int64 \[rows, tokens\]"),
+        (Field("float32", "row"), r"float32 \[rows\]; expected one integer per row"),
+    ],
+)
+def test_fields_that_batches_cannot_have(field: Field, words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        phase(inputs={"lengths": field})(broadcast)
 
 
 def test_a_missing_group_is_named() -> None:

@@ -353,15 +353,6 @@ def test_lengths_may_have_any_integer_dtype(made: list[Graph]) -> None:
     assert {packet.value["lengths"].dtype for packet in made[0].taken} == {np.dtype("int32")}  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "words"),
-    [(Field("int64"), r"its inputs is int64 \[rows, tokens\]"), (Field("float32", "row"), r"float32 \[rows\]; ")],
-)
-def test_lengths_must_be_one_integer_per_row(lengths: Field, words: str) -> None:
-    with pytest.raises(GraphError, match=words):
-        phase(inputs={"lengths": lengths})(step.function)
-
-
 def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made: list[Graph]) -> None:
     replay = scheduler.replay(other, 1)
     with ThreadPoolExecutor(1) as pool:
@@ -543,12 +534,11 @@ def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -
     assert all(graph.gone.is_set() for graph in made) and not meet.broken
 
 
-def test_a_partial_compile_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Executors(monkeypatch, fails="compiled", first=1).made
-    scheduler = Scheduler([Group()], SchedulerOptions(fallback="error"))  # type: ignore[list-item]
-    scheduler.add(other, warmup_value=0)
-    with pytest.raises(RunError, match="'other' could not be compiled: compiled cannot"):
-        scheduler.compile()
+@pytest.mark.parametrize(("fails", "options"), [("compiled", {"fallback": "error"}), ("eager", {"executor": "eager"})])
+def test_a_partial_compile_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch, fails: str, options: Any) -> None:
+    made = Executors(monkeypatch, fails=fails, first=1).made
+    with pytest.raises(RunError, match=f"'other' could not be compiled: {fails} cannot"):
+        compiled(Group(), **options)
     assert [graph.gone.is_set() for graph in made] == [True]
 
 
@@ -597,30 +587,15 @@ def test_a_group_on_the_actors_of_another_cannot_join_later(scheduler: Scheduler
     assert list(scheduler.groups) == ["train"]
 
 
-def two_phases(executor: Any = "compiled") -> Scheduler:
-    scheduler = Scheduler([Group(1)], SchedulerOptions(executor=executor))  # type: ignore[list-item]
-    scheduler.add(step, buckets=[Bucket(4, 4)])
-    scheduler.add(other, warmup_value=0)
-    return scheduler
-
-
 def test_a_phase_that_cannot_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One executor, which orders its calls, makes all eager graphs; a recovery makes them again with a new one."""
     executors = Executors(monkeypatch, fails="compiled")
-    with two_phases() as scheduler:
-        scheduler.compile()
+    with compiled(Group(1), phases=(step, other)) as scheduler:
         assert "phase 'other' could not be compiled and runs eagerly: compiled cannot" in caplog.text
         first, second = (graph.executor for graph in executors.made)
         assert first == second and executors.names[first] == "eager"
         scheduler.recover()
         assert len({graph.executor for graph in executors.made}) == 2 and len(executors.made) == 4
-
-
-def test_a_failed_eager_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    executors = Executors(monkeypatch, fails="eager")
-    with two_phases("eager") as scheduler, pytest.raises(RunError, match="'step' could not be compiled: eager cannot"):
-        scheduler.compile()
-    assert not executors.made
 
 
 def test_a_graph_with_any_worker_of_somebody_else_kills_none(made: list[Graph]) -> None:
