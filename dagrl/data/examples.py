@@ -137,10 +137,7 @@ def with_chat(example: Example, config: DataConfig) -> Example:
     if messages and config.system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", config.system_prompt), *messages)
     if example.variables and not messages:
-        raise DataError(
-            f"{example.source} has 'chat_template_kwargs', but is a plain prompt, which no chat template shows; remove "
-            "them, or set data.apply_chat_template=true"
-        )
+        raise DataError(f"{example.source}: 'chat_template_kwargs' need a template; set data.apply_chat_template=true")
     rejected = None if example.rejected is None else with_chat(example.rejected, config)
     return replace(example, prompt="" if messages else example.prompt, messages=messages, rejected=rejected)
 
@@ -221,10 +218,7 @@ def _with_images(example: Example, columns: Mapping[str, Json], folder: Path, co
             message = replace(message, content=content, media=media)
         turns.append(message)
     if left := len([*column]):
-        raise DataError(
-            f"{example.source} has {left} more images in {config.image_key!r} than parts for them in its messages; add or "
-            "remove some"
-        )
+        raise DataError(f"{example.source} has {left} more images in {config.image_key!r} than parts; remove some")
     if example.rejected is not None:
         example = replace(example, rejected=_with_images(example.rejected, columns, folder, config))
     if any(message.media for message in turns):  # which only a conversation can have
@@ -309,8 +303,7 @@ def _check_split_names(config: DataConfig, path: str) -> None:
     for key, name, paths, advice in named:
         if name is not None and not any(map(has_splits, paths)):
             raise ConfigError(
-                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets (JSONL and single "
-                f"files have none); {advice}"
+                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets; {advice}"
             )
 
 
@@ -424,8 +417,7 @@ def judged_of(content: Mapping[str, Json], source: str, config: DataConfig) -> E
     label = content.get(config.label_key)
     if (desirable := _LABELS.get(str(label).lower())) is None:
         raise DataError(
-            f"{source}: {config.label_key!r} is {label!r:.60}; expected: true or false. Set data.label_key to the column "
-            "that says whether the answer is desirable"
+            f"{source}: {config.label_key!r} is {label!r:.60}; expected: true or false. Set data.label_key to that column"
         )
     return replace(answer, columns=content, label=desirable, **_shown(content, source))
 
@@ -454,10 +446,7 @@ def _prompt_alone(content: Mapping[str, Json], source: str, config: DataConfig) 
         return Example(_text(content, key, "data.prompt_key", source), "", source=source)
     messages = _messages(turns, source, key)
     if messages[-1].role == "assistant":
-        raise DataError(
-            f"{source}: {key!r} ends with an assistant turn, but data.response_key is null; expected: a prompt. Remove the "
-            "turn, or data.response_key"
-        )
+        raise DataError(f"{source}: {key!r} ends with an assistant turn, but data.response_key is null; remove the turn")
     return Example("", "", (*messages, Message("assistant", "")), source)
 
 
@@ -505,8 +494,7 @@ def _require_text(text: object, what: str) -> str:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise DataError(
-            f"{what} has half of a surrogate pair, {half}, at character {error.start}; expected: text that UTF-8 can "
-            "encode. Fix the character, or remove the example"
+            f"{what} has half of a surrogate pair, {half}, at character {error.start}; fix it, or remove the example"
         ) from error
     return text
 

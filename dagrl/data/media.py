@@ -157,9 +157,7 @@ def read_images(
         place = f"{where}, image {len(media) + 1}"
         data = part.get("image")
         if data is None and (data := next(column, None)) is None:
-            raise DataError(
-                f"{place} has no data; expected: a file, a data URL or bytes as 'image', or the column data.image_key"
-            )
+            raise DataError(f"{place} has no data; expected: a file, data URL or bytes as 'image', or data.image_key")
         media.append(read_image(data, folder, limits, place))
     return tuple(IMAGE if is_image(part) else part for part in parts), tuple(media)
 
@@ -398,8 +396,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
         found = without_videos(kind).from_pretrained(directory, local_files_only=True)
     if not isinstance(found, ProcessorMixin):
         raise ConfigError(
-            f"the data have images, but {directory} has no processor for them, such as preprocessor_config.json; choose a "
-            "model that takes images"
+            f"the data have images, but {directory} has no processor for them; choose a model that takes images"
         )
     return found
 

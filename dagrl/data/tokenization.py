@@ -162,9 +162,7 @@ def _expanded(text: str, example: Example, messages: Sequence[Message], processo
     if processor is not None and example.messages:
         return processor.expand(text, media, example.source)
     if media:
-        raise ConfigError(
-            f"{example.source} has images, but the model has no processor for them; choose one that takes images"
-        )
+        raise ConfigError(f"{example.source} has images, but the model has no processor; choose one that takes images")
     return Expanded(text, (), ())
 
 
@@ -510,9 +508,8 @@ def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
     for end, turn in zip(ends, turns, strict=True):
         if not whole.startswith(turn.text[: turn.end]):
             raise DataError(
-                f"{example.source}: the chat template renders message {end} differently once later ones follow, so one row "
-                "cannot teach all turns; set data.assistant_turns=each or last, or use a template that only appends or has "
-                "{% generation %} blocks (policy.tokenizer.chat_template)"
+                f"{example.source}: the chat template renders message {end} differently once later ones follow; set "
+                "data.assistant_turns=each or last, or use one with {% generation %} blocks (policy.tokenizer.chat_template)"
             )
     learned = [(turn.start, chat.with_end(whole, turn.end)) for turn in turns]
     differences = frozenset(chain.from_iterable(turn.differences for turn in turns))
@@ -549,9 +546,7 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
 
 def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | Prompt, *, opened: bool) -> str:
     if chat.tokenizer.chat_template is None:
-        raise ConfigError(
-            f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
-        )
+        raise ConfigError(f"{example.source} is a conversation without a chat template; set policy.tokenizer.chat_template")
     try:
         unused = [name for name in example.variables if name not in chat.variables(example.tools)]
         text = chat.render(turns, example.tools, opened=opened, **example.variables)

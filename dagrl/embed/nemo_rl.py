@@ -160,8 +160,7 @@ def _check(worker_group: Any) -> None:
     missing = [name for name in ("workers", "sharding_annotations", *DISPATCHERS) if not hasattr(worker_group, name)]
     if missing:
         raise LayoutError(
-            f"a {type(worker_group).__name__} has no {', '.join(missing)}; give accelerate() a RayWorkerGroup of NeMo-RL, "
-            "such as policy.worker_group"
+            f"a {type(worker_group).__name__} has no {', '.join(missing)}; expected: a RayWorkerGroup (policy.worker_group)"
         )
     sharding, workers = worker_group.sharding_annotations, len(worker_group.workers)
     if sharding is None or not hasattr(sharding, "get_worker_coords"):
@@ -170,7 +169,4 @@ def _check(worker_group: Any) -> None:
             "RayWorkerGroup(..., sharding_annotations=...)"
         )
     if sharding.size != workers:
-        raise LayoutError(
-            f"the group's sharding {sharding.shape} has {sharding.size} ranks, but the group has {workers} workers; give it "
-            "a NamedSharding of all of them"
-        )
+        raise LayoutError(f"the sharding {sharding.shape} has {sharding.size} ranks; expected: those of {workers} workers")

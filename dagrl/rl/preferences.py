@@ -130,10 +130,7 @@ def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
     """
     unknown = [name for name in algorithm.columns if name != "reference_logprobs"]
     if unknown:
-        raise ConfigError(
-            f"{KEY}: {algorithm.config.algorithm} has the column {unknown[0]!r}; expected, as it compares pairs: "
-            "'reference_logprobs' alone"
-        )
+        raise ConfigError(f"{KEY}: found the column {unknown[0]!r}; expected, for pairs: 'reference_logprobs' alone")
     return ("answer_sums", *algorithm.columns.values())
 
 

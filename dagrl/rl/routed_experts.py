@@ -69,8 +69,8 @@ def field_of(records: Sequence[Record | None], width: int) -> Array:
     known = [record for record in records if record is not None]
     if len(known) < len(records) or not known:
         raise RunError(
-            f"{len(records) - len(known)} of {len(records)} sequences have no record of their experts; the generation "
-            "worker must return `FinishedRequest.experts` with policy.router_replay=true"
+            f"{len(records) - len(known)} of {len(records)} sequences have no record of their experts; expected, with "
+            "policy.router_replay=true: `FinishedRequest.experts` of the generation worker"
         )
     size = max(record.shape[1] for record in known)
     table = np.full((len(known), width, size), MISSING, np.uint8)

@@ -31,14 +31,11 @@ def arithmetic(
     pairs = ((a, b) for a in numbers for b in numbers)
     operands = [(a, b) for a, b in pairs if carry or (a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10)]
     if not 0 < held_out < len(operands):
-        raise ValueError(
-            f"held_out is {held_out}; expected: 1 to {len(operands) - 1}, as there are {len(operands)} additions"
-        )
-    if not 0 <= right_share <= 1 or demonstrations_per_prompt < 1:
-        raise ValueError(
-            f"right_share is {right_share} and demonstrations_per_prompt {demonstrations_per_prompt}; expected: 0 to 1, and "
-            "at least 1"
-        )
+        raise ValueError(f"held_out is {held_out}; expected: 1 to {len(operands) - 1}, of {len(operands)} additions")
+    if not 0 <= right_share <= 1:
+        raise ValueError(f"right_share is {right_share}; expected: 0 to 1")
+    if demonstrations_per_prompt < 1:
+        raise ValueError(f"demonstrations_per_prompt is {demonstrations_per_prompt}; expected: at least 1")
     generator = random.Random(seed)  # noqa: S311  # shuffling, not cryptography
     generator.shuffle(operands)
     validation, train = operands[:held_out], operands[held_out:]

@@ -190,9 +190,7 @@ def distill(batch: TokenBatch) -> TokenResult:
     Rewards and advantages are not used. Raises ConfigError without a reference policy.
     """
     if "reference_logprobs" not in batch.columns:
-        raise ConfigError(
-            f"{KEY} is 'distill', but there is no reference policy to learn from; set models.teacher.model_name"
-        )
+        raise ConfigError(f"{KEY} is 'distill', but there is no reference policy; set models.teacher.model_name")
     ratio, gap = torch.exp(batch.log_ratio), batch.old_logprobs - batch.reference_logprobs
     return ratio * gap, {"policy/reverse_kl": gap, "probs_ratio": ratio}
 

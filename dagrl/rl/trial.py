@@ -50,8 +50,7 @@ def try_algorithm(config: Config) -> None:
     algorithm = algorithm_of(config)
     if algorithm.learns_from == "demonstrations" and algorithm.columns:
         raise ConfigError(
-            f"{KEY}: {config.algorithm} learns from demonstrations and has the columns {', '.join(algorithm.columns)}; "
-            "these are computed for samples. Set `columns = {}`"
+            f"{KEY}: {config.algorithm} learns from demonstrations, which have no columns; set `columns = {{}}`"
         )
     if algorithm.learns_from == "preferences":
         try_pair_loss(algorithm)
@@ -140,8 +139,8 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
     if not numbers and len(own) == len(reward_functions(config.reward)):
         names = ", ".join(f"{item.key}.function {item.path}" for item in own)
         raise ConfigError(
-            f"{names} returned None for every sample that was tried, which excludes it from training; return a number for "
-            f"samples to learn from. Tried: the {_completion(examples[0])}"
+            f"{names} returned None for every sample that was tried, which excludes it from training; expected: some "
+            f"numbers. Tried: the {_completion(examples[0])}"
         )
 
 

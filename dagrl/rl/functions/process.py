@@ -229,8 +229,7 @@ class FunctionProcess:
                 failure = pickle.loads(await _received(reader))  # noqa: S301  # from our own process
         except TimeoutError:
             raise RunError(
-                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or make the "
-                "module's import faster"
+                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or import less"
             ) from None
         except (EOFError, OSError) as error:
             self._lost_starts += 1

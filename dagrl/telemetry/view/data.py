@@ -43,18 +43,14 @@ class RunView:
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError if the directory is not a run's."""
         if not (directory / "config.yaml").is_file():
-            raise ConfigError(
-                f"{directory} is not the directory of a run: it has no config.yaml; name one, such as runs/my_run"
-            )
+            raise ConfigError(f"{directory} is not the directory of a run, which has a config.yaml; name one")
         self.directory, self._rollouts = directory, directory / "rollouts"
         self._summaries: dict[Path, tuple[int, list[Summary]]] = {}
         self._lock = threading.Lock()
         try:
             self.about()
         except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{directory / 'config.yaml'} is not what a run saves ({error!r}); put it back, or name another run"
-            ) from error
+            raise ConfigError(f"{directory}/config.yaml is not what a run saves ({error!r}); put it back") from error
 
     def about(self) -> Summary:
         """Returns the run's name, algorithm, model and number of steps."""
