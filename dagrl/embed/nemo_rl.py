@@ -134,21 +134,11 @@ def _value(argument: Any) -> Any:
     return ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument
 
 
-class _RayWithoutPut:
-    """Stands for the module `ray` while NeMo-RL makes its calls, which puts values that several workers get."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(ray, name)
-
-    def put(self, value: Any) -> Any:
-        """Returns the value, which a replay sends once as well."""
-        return value
-
-
 def _keeping_values(method: Any) -> Callable[..., Any]:
     """Returns a method of NeMo-RL whose `ray.put` returns the value: a replay would only have to get it again."""
     plain = inspect.unwrap(method)
-    scope = {**plain.__globals__, "ray": _RayWithoutPut()}
+    without_put = types.SimpleNamespace(**{**vars(ray), "put": lambda value: value})
+    scope = {**plain.__globals__, "ray": without_put}
     function = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
     function.__kwdefaults__ = plain.__kwdefaults__
     return function
@@ -160,7 +150,7 @@ def _check(worker_group: Any) -> None:
     missing = [name for name in ("workers", "sharding_annotations", *DISPATCHERS) if not hasattr(worker_group, name)]
     if missing:
         raise LayoutError(
-            f"a {type(worker_group).__name__} has no {', '.join(missing)}; expected: a RayWorkerGroup (policy.worker_group)"
+            f"a {type(worker_group).__name__} has no {', '.join(missing)}; give accelerate() a RayWorkerGroup of NeMo-RL"
         )
     sharding, workers = worker_group.sharding_annotations, len(worker_group.workers)
     if sharding is None or not hasattr(sharding, "get_worker_coords"):
@@ -169,4 +159,7 @@ def _check(worker_group: Any) -> None:
             "RayWorkerGroup(..., sharding_annotations=...)"
         )
     if sharding.size != workers:
-        raise LayoutError(f"the sharding {sharding.shape} has {sharding.size} ranks; expected: those of {workers} workers")
+        raise LayoutError(
+            f"the group's sharding {sharding.shape} has {sharding.size} ranks, but the group has {workers} workers; give it "
+            "a NamedSharding of all of them"
+        )

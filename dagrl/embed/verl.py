@@ -55,8 +55,7 @@ def accelerate(
     graph. `close()` of the returned group ends it; the actors live on.
 
     Raises GraphError for a method that the group lacks or that cannot run so, or for other limits than those of another
-    accelerated group on the actors; WorkerError if an actor has died;
-    MissingDependencyError without verl.
+    accelerated group on the actors; WorkerError if an actor has died; MissingDependencyError without verl.
     """
     bound = _bound_methods(worker_group)
     methods = {name: _method_of(worker_group, name, bound) for name in (bound if phases is None else phases)}
@@ -370,12 +369,10 @@ def chunks(batch: Any, count: int) -> Sequence[Any]:
     from tensordict import TensorDict
     from verl.protocol import BatchData
 
-    if type(batch) is not TensorDict or len(batch) % count:
+    even = type(batch) is TensorDict and len(batch) % count == 0
+    nested = {key: value for key, value in batch.items() if getattr(value, "is_nested", False)} if even else {}
+    if not even or not all(map(_is_plain, nested.values())):
         parts: Sequence[Any] = BatchData(batch).chunk(count)
-        return parts
-    nested = {key: value for key, value in batch.items() if getattr(value, "is_nested", False)}
-    if not all(_is_plain(value) for value in nested.values()):
-        parts = BatchData(batch).chunk(count)
         return parts
     dense = TensorDict(
         {key: value for key, value in batch.items() if key not in nested}, batch_size=batch.batch_size, device=batch.device

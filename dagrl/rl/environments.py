@@ -232,11 +232,6 @@ def _warn_of_failure(closed: Future[Answers]) -> None:
         logger.warning("environment.function: close failed: %s", answer.message)
 
 
-def _kind(value: object) -> str:
-    """Stands for a value without JSON, such as an image."""
-    return type(value).__name__
-
-
 def _checked(answer: Any) -> Step:
     step = answer if isinstance(answer, Step) else Step(answer)
     reply = step.reply
@@ -246,7 +241,7 @@ def _checked(answer: Any) -> Step:
     if step.reward is not None and not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
         raise TypeError(f"it returned the reward {step.reward!r}; expected: a finite number, or None")
     try:
-        (reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False, default=_kind)).encode()
+        json.dumps(reply, ensure_ascii=False, default=lambda value: type(value).__name__).encode()  # of images
     except UnicodeEncodeError as error:
         raise ValueError(f"it returned a text that UTF-8 cannot encode: {error}") from error
     return step

@@ -67,23 +67,23 @@ def try_loss(algorithm: Algorithm) -> None:
     from dagrl.rl.losses import Denominators, batch_loss
     from dagrl.rl.token_losses import KEY as LOSS_KEY
 
-    name, key = algorithm.config.algorithm, KEY
-    if name in ALGORITHMS and algorithm.learns_from == "samples":
-        name, key = algorithm.config.loss_fn.name, LOSS_KEY
-    generator = torch.Generator().manual_seed(0)
-    further = {"samples": ("generation_logprobs",), "demonstrations": ()}[algorithm.learns_from]
-    data = {column: _logprobs(generator) for column in (*algorithm.columns, *further)}
-    data["loss_mask"] = torch.ones(ROWS, TOKENS)
+    name, key, columns = algorithm.config.algorithm, KEY, [*algorithm.columns]
+    data = {"loss_mask": torch.ones(ROWS, TOKENS)}
     if algorithm.learns_from == "samples":
+        columns.append("generation_logprobs")
         data["advantages"] = torch.tensor([[1.0], [-0.5]]).expand(ROWS, TOKENS)
-    logprobs = _logprobs(generator).requires_grad_()
+        if name in ALGORITHMS:
+            name, key = algorithm.config.loss_fn.name, LOSS_KEY
+    random = torch.rand(1 + len(columns), ROWS, TOKENS, generator=torch.Generator().manual_seed(0))
+    first, *others = -random - 0.1
+    logprobs: torch.Tensor = first.requires_grad_()
+    data = {**dict(zip(columns, others, strict=True)), **data}
+
+    def of_others(ids: torch.Tensor) -> torch.Tensor:  # log-probabilities [rows, tokens, k]
+        return logprobs[..., None].expand(*logprobs.shape, ids.shape[-1])
+
     with running(name, key):
-        denominators = Denominators(ROWS * TOKENS, ROWS)
-
-        def of_others(ids: torch.Tensor) -> torch.Tensor:  # log-probabilities [rows, tokens, k]
-            return logprobs[..., None].expand(*logprobs.shape, ids.shape[-1])
-
-        output = batch_loss(algorithm, logprobs, data, denominators, lookup=of_others)
+        output = batch_loss(algorithm, logprobs, data, Denominators(ROWS * TOKENS, ROWS), lookup=of_others)
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
     if not (output.loss.isfinite() and gradient.isfinite().all()):
         raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")
@@ -99,12 +99,6 @@ def try_pair_loss(algorithm: Algorithm) -> None:
     reference = -generator.random(2 * ROWS) - 1 if "reference_logprobs" in algorithm.columns else None
     labels = np.arange(ROWS, dtype=np.float64) if algorithm.unpaired else None
     pair_losses(algorithm, -generator.random(2 * ROWS) - 1, np.full(2 * ROWS, TOKENS), reference, labels)
-
-
-def _logprobs(generator: torch.Generator) -> torch.Tensor:
-    import torch
-
-    return -torch.rand(ROWS, TOKENS, generator=generator) - 0.1
 
 
 def try_advantages(algorithm: Algorithm) -> None:

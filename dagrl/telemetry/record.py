@@ -27,10 +27,9 @@ import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -60,29 +59,22 @@ class Tracker(Protocol):
 def open_trackers(config: Config, directory: Path, resumed_step: int) -> list[Tracker]:
     """Opens the enabled trackers of the run in `directory`. One that fails is left out if the run resumes or restarts."""
     opened: list[Tracker] = []
-
-    def open_one(kind: type[Tracker]) -> None:
-        opened.append(kind(config, directory, resumed_step))
-
     for kind in (TRACKERS[name] for name in TRACKERS if getattr(config.logger, f"{name}_enabled")):
-        if config.checkpointing.resume:
-            attempt(kind, partial(open_one, kind))
-        else:
-            open_one(kind)
+        with attempted(kind) if config.checkpointing.resume else nullcontext():
+            opened.append(kind(config, directory, resumed_step))
     return opened
 
 
-def attempt(kind: type[Tracker], act: Callable[[], None]) -> bool:
-    """Calls `act` of a tracker; returns whether it succeeded. Raises errors that name a file, such as a full disk."""
+@contextmanager
+def attempted(kind: type[Tracker]) -> Iterator[None]:
+    """Warns of errors of a tracker in the block, except those that name a file, such as a full disk."""
     try:
-        act()
+        yield
     except Exception as error:  # those of a tracker's package are not known
         if isinstance(error, OSError) and error.filename:
             raise
         text = "the run goes on without %s, which failed: %s. metrics.jsonl has all steps"
         logger.warning(text, kind.__name__, error_text(error))
-        return False
-    return True
 
 
 class TensorBoardTracker:
@@ -263,7 +255,8 @@ class RunRecord:
             stack.enter_context(naming(self.paths.metrics))
             stack.callback(self._file.close)
             for tracker in self._trackers:
-                stack.callback(attempt, type(tracker), tracker.close)
+                stack.enter_context(attempted(type(tracker)))
+                stack.callback(tracker.close)
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
         """Records one step.
@@ -277,7 +270,12 @@ class RunRecord:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
         named = {f"{stage}/{name}": value for name, value in metrics.items()}
-        self._trackers = [tracker for tracker in self._trackers if attempt(type(tracker), partial(tracker.log, step, named))]
+        logged = []
+        for tracker in self._trackers:
+            with attempted(type(tracker)):
+                tracker.log(step, named)
+                logged.append(tracker)
+        self._trackers = logged
 
 
 def read_metrics(path: Path) -> list[dict[str, float | str | None]]:

@@ -14,15 +14,11 @@ from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
 from dagrl.rl.routed_experts import NOTHING, ROUTED_EXPERTS, field_of
 from dagrl.runtime.shapes import Array, Batch
 
-Key = tuple[int, int]  # a sample: the number of its group, and its place in the group
 NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)  # a row without tokens
 
 
 def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: bool = False) -> Batch:
-    """Returns the rows of all samples of `groups`, in the order of `sample_keys`.
-
-    With `media`, also that field (`dagrl.data.media`).
-    """
+    """Returns the rows of all samples, group by group. With `media`, also that field (`dagrl.data.media`)."""
     samples, config = samples_in(groups), algorithm.config
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
@@ -30,8 +26,8 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: 
     widths = bucket_widths(config.policy)  # so that shards do not pad them
     values = advantages(algorithm, groups)
     batch = train_batch(samples, values, valid, rows_per_sample(config), media=media, widths=widths)
-    ids = row_ids(config, sample_keys(groups))
-    return batch.with_fields(row_ids=ids, **experts_field([sample.completion for sample in samples], config, batch.tokens))
+    experts = experts_field([sample.completion for sample in samples], config, batch.tokens)
+    return batch.with_fields(row_ids=row_ids(config, groups), **experts)
 
 
 def experts_field(episodes: Sequence[Episode], config: Config, width: int) -> dict[str, Array]:
@@ -45,16 +41,11 @@ def experts_field(episodes: Sequence[Episode], config: Config, width: int) -> di
     return {ROUTED_EXPERTS: field_of(records, width)}
 
 
-def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:
-    """Returns the key of every sample, group by group."""
-    return [(group.group.number, place) for group in groups for place in range(len(group.samples))]
-
-
-def row_ids(config: Config, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
+def row_ids(config: Config, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.int64]:
     """Returns an id for each row of samples by which train workers find its log-probabilities. It is unique in a run."""
-    rows = np.arange(rows_per_sample(config))
-    samples = np.array([group * config.grpo.num_generations_per_prompt + place for group, place in keys], np.int64)
-    return (samples[:, None] * len(rows) + rows).reshape(-1)
+    rows, size = np.arange(rows_per_sample(config)), config.grpo.num_generations_per_prompt
+    samples = [group.group.number * size + place for group in groups for place in range(len(group.samples))]
+    return (np.array(samples, np.int64)[:, None] * len(rows) + rows).reshape(-1)
 
 
 def advantages(algorithm: Algorithm, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float32]:
