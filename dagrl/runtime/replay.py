@@ -36,11 +36,6 @@ class ReplayTiming:
         """The mean compute of the shards. Less than `busy_s` if some shards wait for others."""
         return sum(self.shards_busy_s) / len(self.shards_busy_s)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from submission to result."""
-        return self.finished - self.started
-
     def overhead_s(self, free: float = 0.0) -> float:
         """Returns the seconds after `free`, the end of earlier work, in which no worker of the longest path computed."""
         return max(0.0, self.finished - max(self.started, free) - self.busy_s)

@@ -405,18 +405,15 @@ def reset_tickets(worker: object, ticket: int) -> None:
 
 @dataclass(frozen=True)
 class WorkerLocation:
-    """The host and process of a worker, and the GPUs that Ray assigned it."""
+    """The host and process of a worker."""
 
     host: str
     pid: int
     node: str  # Ray's node id
-    gpus: tuple[str, ...] = ()
 
 
 def where(worker: object) -> WorkerLocation:
-    here = ray.get_runtime_context()
-    gpus = tuple(here.get_accelerator_ids().get("GPU", []))
-    return WorkerLocation(socket.gethostname(), os.getpid(), str(here.get_node_id()), gpus)
+    return WorkerLocation(socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id()))
 
 
 class Report(NamedTuple):
