@@ -81,10 +81,7 @@ class Chat:
         return _variables(self.template(tools))
 
     def render(self, messages: Messages, tools: Sequence[Json] = (), *, opened: bool, **variables: Any) -> str:
-        """Returns the text of a conversation; `opened` opens the assistant's next turn. `variables` are the template's.
-
-        Raises whatever Jinja or the template raises.
-        """
+        """Returns the text of a conversation, the next turn `opened`. Raises whatever Jinja or the template raises."""
         return self._render(self._turns(messages, tools), tools, opened=opened, **variables)
 
     def renders(

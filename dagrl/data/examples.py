@@ -96,10 +96,7 @@ class Splits:
 
 
 def load_splits(config: DataConfig, parse: Parse | None = None) -> Splits:
-    """Loads the examples of `data.path`, `data.task` or `data.mixture`. Raises DataError or ConfigError.
-
-    `parse` makes an example of a row of a file or dataset: `demonstration_of` by default, or `preference_of`.
-    """
+    """Loads `data.path`, `data.task` or `data.mixture`, by `parse` for each row. Raises DataError or ConfigError."""
     if config.mixture:
         return _load_mixture(config, parse)
     if (config.path is None) == (config.task is None):
@@ -392,10 +389,7 @@ def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfi
 
 
 def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
-    """Returns the example of a row with a prompt, a chosen and a rejected answer, each text or messages.
-
-    Answers that are messages may contain the prompt; without a prompt they must.
-    """
+    """Returns a row with two answers, text or messages. Messages may contain the prompt; without a prompt they must."""
     answers = [
         _answer_of(content, key, option, source, config)
         for key, option in ((config.chosen_key, "data.chosen_key"), (config.rejected_key, "data.rejected_key"))

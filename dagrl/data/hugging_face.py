@@ -168,10 +168,7 @@ def _check_split(path: str | Path, split: str, splits: Iterable[str]) -> None:
 
 
 def _check_all_taken(path: Path, splits: Mapping[str, Iterable[str]]) -> None:
-    """Raises DataError for a data file of a directory that is in no split: `datasets` goes by names, and takes one format.
-
-    A README.md may say what the splits are.
-    """
+    """Raises DataError for a data file in no split, which `datasets` names after files. A README.md may name others."""
     from datasets.data_files import FILES_TO_IGNORE
 
     if not path.is_dir() or (path / "README.md").exists():

@@ -165,9 +165,7 @@ def read_images(
 def read_image(
     data: object, folder: Path, limits: ImagesConfig, where: str, sizes: Mapping[int, tuple[int, int]] | None = None
 ) -> Medium:
-    """Reads one image, and decodes it unless its id is one of `sizes`. Raises DataError if it is missing, broken, or not an
-    image.
-    """
+    """Reads one image, and decodes it unless its id is one of `sizes`. Raises DataError if it is missing or broken."""
     source = _source(data, folder, where)
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
@@ -403,10 +401,7 @@ def load_processor(directory: Path) -> ProcessorMixin:
 
 @cache
 def without_videos(kind: type[Any]) -> Any:
-    """Returns a class of processors like `kind` without its part for videos, for which transformers needs torchvision.
-
-    Who asks for that part gets the one for images, which has the same settings.
-    """
+    """Returns such a processor without its part for videos, which needs torchvision: that for images stands for it."""
 
     class Images(kind):  # type: ignore[misc]
         video_processor = property(lambda processor: processor.image_processor)
@@ -442,10 +437,7 @@ class Expanded:
 
 
 class MediaProcessor:
-    """A model's processor, as far as texts and tokens go.
-
-    What it writes in place of a placeholder follows from the sizes of a row's images, so none is processed here.
-    """
+    """A model's processor, for texts and tokens: what it writes follows from the sizes of images, so none is processed."""
 
     def __init__(self, processor: ProcessorMixin) -> None:
         """Raises ConfigError for a processor that does not tell what it writes for an image."""

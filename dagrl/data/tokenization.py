@@ -81,10 +81,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A whole sequence. `loss_mask` is 1 on the tokens of responses and 0 elsewhere, token aligned.
-
-    `differences` are keys of `DIFFERENCES`.
-    """
+    """A whole sequence. `loss_mask` is 1 on tokens of responses, token aligned; `differences` are keys of `DIFFERENCES`."""
 
     tokens: npt.NDArray[np.int64]  # [sequence]
     loss_mask: npt.NDArray[np.float32]  # [sequence]
@@ -129,10 +126,7 @@ def _content(media: RowMedia | None) -> list[bytes]:
 def encode_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
 ) -> list[Prompt]:
-    """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's.
-
-    A model that takes images has a `processor`, whose tokens its conversations get.
-    """
+    """Returns each example's prompt: of a conversation all but its last turn. Models that take images have a `processor`."""
     chat = chat_of(tokenizer)
     texts = [
         _expanded(
@@ -223,10 +217,7 @@ def encode_demonstrations(
     assistant_turns: Turns = "all",
     processor: MediaProcessor | None = None,
 ) -> list[Demonstration]:
-    """Returns the sequences of each example, in order: one, or for a conversation those of `assistant_turns`.
-
-    A model that takes images has a `processor`, whose tokens its conversations get.
-    """
+    """Returns each example's sequences: one, or those of `assistant_turns`. Models that take images have a `processor`."""
     chat = chat_of(tokenizer)
     wholes = [whole for example in examples for whole in _wholes(example, chat.of(example.tools), assistant_turns)]
     texts = [_expanded(whole.text, whole.example, whole.messages, processor) for whole in wholes]
@@ -320,10 +311,7 @@ def digest_of(rows: Sequence[Row]) -> str:
 
 
 def collate(rows: Sequence[Demonstration], *, media: bool = False) -> Batch:
-    """Returns a batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n].
-
-    With `media`, also that field [n, longest], in which rows without images are 0.
-    """
+    """Returns a batch: `tokens`, `loss_mask`, and with `media` that field (0 without images) [n, longest], `lengths` [n]."""
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
     ids, loss_mask = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, np.float32)

@@ -36,10 +36,7 @@ ROUNDING = 1e-12  # variance of equal returns, at most, as a share of their mean
 
 
 def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
-    """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
-
-    Raises ConfigError if a user's function fails, or returns another shape or values that are not finite.
-    """
+    """Returns advantages by `advantage.name`: `[prompts, generations]` float64, 0 where not `valid`. Raises ConfigError."""
     table, mask, chosen = checked_rewards(rewards), np.asarray(valid, np.bool_), config.advantage
     if chosen.name == GROUP:
         return group_advantages(

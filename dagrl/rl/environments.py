@@ -86,10 +86,7 @@ def check_environment(config: EnvironmentConfig) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns.
-
-    Without turns, it asks for the answer of `reset`.
-    """
+    """An episode whose turn has ended, with the text of each of its turns. Without any it asks for the answer of `reset`."""
 
     key: str
     prompt: Prompt

@@ -62,10 +62,7 @@ LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of one microbatch: `loss` with its autograd graph, and detached 0-d tensors.
-
-    `sums` add up over microbatches, context-parallel slices and shards; of `maxima` the largest counts.
-    """
+    """The loss of a microbatch with its graph, and detached tensors: `sums` add up, of `maxima` the largest counts."""
 
     loss: Tensor
     sums: Mapping[str, Tensor]

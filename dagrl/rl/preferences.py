@@ -124,10 +124,7 @@ def is_unpaired(algorithm: Algorithm) -> bool:
 
 
 def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
-    """Returns the phases that compute the sums of answers: under the policy, and the reference policy if it is compared.
-
-    Raises ConfigError for other columns.
-    """
+    """Returns the phases that compute sums under the policy, and the reference. Raises ConfigError for other columns."""
     unknown = [name for name in algorithm.columns if name != "reference_logprobs"]
     if unknown:
         raise ConfigError(f"{KEY}: found the column {unknown[0]!r}; expected, for pairs: 'reference_logprobs' alone")

@@ -193,10 +193,7 @@ class RewardRunner:
     def submit(
         self, prompts: Texts, completions: Texts, references: Texts, values: SampleValues | None = None
     ) -> Future[Answers]:
-        """Rewards n samples in the background. Convert the result with `rewards_of`.
-
-        `values` is called only if a function has further parameters. It has the same names for all samples.
-        """
+        """Rewards samples in the background; see `rewards_of`. Calls `values` only if a function has further parameters."""
         calls = self._calls((prompts, completions, references), values)
         return join_futures([future for *_, future in calls if future], lambda: self._join(len(prompts), calls))
 

@@ -93,10 +93,7 @@ def with_empty_record(batch: Batch) -> Batch:
 
 
 def join_records(first: Record | None, second: Record | None) -> Record | None:
-    """Returns the record of a sequence that was generated in two requests, both from the start of the sequence.
-
-    Where both have a token, the first counts: its experts made the token's log-probability.
-    """
+    """Joins the records of two requests of a sequence. The first counts: its experts made a token's log-probability."""
     if first is None or second is None:
         return second if first is None else first
     joined = (second if len(second) > len(first) else first).copy()

@@ -52,10 +52,7 @@ class Sequences:
     group: Any = None
 
     def sums(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns for each token the sum of `values`, and the number of tokens, of its sequence in `mask` [2, b, t].
-
-        Without gradient.
-        """
+        """Returns, without gradient, the sum of `values` in the mask, and its tokens, of each token's sequence [2, b, t]."""
         with torch.no_grad():
             inside = mask > 0
             parts = torch.stack([torch.where(inside, values, 0.0), inside.to(values.dtype)]).flatten(1)
@@ -124,10 +121,7 @@ class TokenBatch:
         return ratio.clamp(1.0 - self.config.ratio_clip_min, 1.0 + self.config.ratio_clip_max)
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Returns the policy's log-probability, with gradient, of other tokens in place of each token: `ids` [b, t, k].
-
-        It takes k times the work of the output layer.
-        """
+        """Returns log-probabilities, with gradient, of other tokens `ids` [b, t, k], at k times the output layer's cost."""
         if self.lookup is None:
             raise ConfigError("the loss reads log-probabilities of other tokens, which these workers do not compute")
         return self.lookup(ids.long())
@@ -215,20 +209,14 @@ TOKEN_LOSSES: Mapping[str, TokenLossFunction] = MappingProxyType(
 
 
 def token_loss(config: LossConfig) -> TokenLossFunction:
-    """Returns the function that `loss_fn.name` names, with `loss_fn.args`.
-
-    Raises ConfigError if there is none, or if it does not take these arguments.
-    """
+    """Returns the function `loss_fn.name` with `loss_fn.args`. Raises ConfigError if there is none that takes them."""
     function = TOKEN_LOSSES.get(config.name) or load_named(config.name, TOKEN_LOSSES, KEY)
     check_arguments(function, config.args, config.name, "loss_fn.args", positional=["batch"])
     return partial(function, **config.args) if config.args else function
 
 
 def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Calls the loss that messages call `name`.
-
-    Raises ConfigError if its result has another shape than the tokens, or if it does not depend on the model.
-    """
+    """Calls the loss `name`. Raises ConfigError if its shape is not that of the tokens, or it does not depend on them."""
     result = function(batch)
     loss, means = result if isinstance(result, tuple) else (result, {})
     check_shapes(name, loss, means, list(batch.logprobs.shape), "a tensor of the shape of the tokens")

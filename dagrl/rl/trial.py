@@ -112,10 +112,7 @@ def try_advantages(algorithm: Algorithm) -> None:
 
 
 def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast) -> None:
-    """Rewards the reference of the first example of each task, or a made-up completion if it has none.
-
-    Raises ConfigError for a function that raises, hangs, or gives no rewards, and if all of them exclude every sample.
-    """
+    """Rewards the reference, or a made-up text, of a task's first example. Raises ConfigError without rewards."""
     own = [item for item in reward_functions(config.reward) if not item.path.startswith(SHIPPED)]
     if not own:
         return
@@ -141,10 +138,7 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
 def try_environment(
     config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
 ) -> None:
-    """Begins the first example of each task, and answers with its reference, or a made-up text, as the policy's turn.
-
-    Raises ConfigError if the environment fails, or if what it says cannot be tokenized.
-    """
+    """Answers the first example of each task by its reference, or a made-up text. Raises ConfigError if that fails."""
     path = config.environment.function
     if path is None or path.startswith(SHIPPED):
         return

@@ -102,10 +102,7 @@ class Row:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """The conversations of an episode: those trained on and the others, and how many sampled tokens are not trained on.
-
-    In `others`, `sampled` is True on all tokens of the policy.
-    """
+    """The conversations to train on, `others` (with all tokens of the policy as `sampled`), and the tokens of no loss."""
 
     rows: Sequence[Row] = ()
     others: Sequence[Row] = ()

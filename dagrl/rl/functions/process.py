@@ -122,10 +122,7 @@ class FunctionProcess:
             pass
 
     async def ask(self, columns: Columns) -> Answers | str:
-        """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
-
-        Raises RunError if the function was never imported in time.
-        """
+        """Returns the answers to all rows, or what went wrong. Raises RunError if the function was never imported."""
         try:
             answers: Answers | str = await self.request([*map(list, columns)], self._seconds(len(columns[0])))
             return answers

@@ -31,10 +31,7 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: 
 
 
 def experts_field(episodes: Sequence[Episode], config: Config, width: int) -> dict[str, Array]:
-    """Returns the field of the recorded experts of the episodes, one per row, if `policy.router_replay` is on.
-
-    Those that the environment failed for before their first turn have none.
-    """
+    """Returns the field of the recorded experts with `policy.router_replay`. Episodes without a turn have none."""
     if not config.policy.router_replay:
         return {}
     records = [episode.experts if len(episode.tokens) else NOTHING for episode in episodes]

@@ -77,10 +77,7 @@ class GenerationEngines(Protocol):
         """Whether engines may leave their GPUs before an update, so that no quantum may wait behind it."""
 
     def update(self, version: int) -> WeightUpdate:
-        """Starts to send the weights of `version`, which the train workers hold, to all engines.
-
-        Connects new engines first, once they have started; no quantum may be in flight if there are any.
-        """
+        """Starts to send the weights of `version` to all engines, to new ones when they have started and no quantum runs."""
 
 
 class Stop(Protocol):
@@ -96,9 +93,7 @@ class Stop(Protocol):
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run, and the tokenizer that encoded them. `evaluation` has those of `evaluation.sets`. With `media`,
-    some have images.
-    """
+    """The prompts of a run, those of `evaluation.sets`, and their tokenizer. With `media`, some have images."""
 
     train: Sequence[Prompt]
     validation: Sequence[Prompt]

@@ -67,10 +67,7 @@ class RunView:
         }
 
     def metrics(self, after: int = 0) -> Summary:
-        """Returns the lines of `metrics.jsonl` from byte `after` on, and where the next ones begin.
-
-        `after` 0 is returned with all lines if the file became shorter, because a resumed run dropped some.
-        """
+        """Returns the lines of `metrics.jsonl` from a byte on, or all if a resumed run shortened it, and where they end."""
         path = self.directory / "metrics.jsonl"
         if not path.exists():
             return {"after": 0, "next": 0, "lines": []}
