@@ -44,10 +44,9 @@ class PhaseReport:
 
 
 def inspect_config(config: Config, phase: str | None = None, *, lengths: bool = True) -> str:
-    """Returns the report for one phase (its key in `phases`), or for all that the algorithm replays, as a Mermaid chart with
-    the numbers as comments. `lengths`: whether the longest sequence is known.
+    """Returns the report for one phase (its key in `phases`), or all that are replayed, as a commented Mermaid chart.
 
-    Raises UserError if layouts or phases are invalid, like preflight.
+    `lengths`: whether the longest sequence is known. Raises UserError like preflight.
     """
     plan = RunPlan.of(config)
     check_settings(config, plan, lengths=lengths)

@@ -374,10 +374,9 @@ def _parsed(text: bytes, source: str) -> Json:
 
 
 def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
-    """Returns the example of a row with a prompt and a response, or with messages.
+    """Returns the example of a row with messages, or a prompt and a response, which may be messages too.
 
-    The prompt and the response may be messages, too; then SFT learns the response alone. Without `data.response_key` the
-    response is empty.
+    SFT learns the response alone then. Without `data.response_key` it is empty.
     """
     if config.response_key is None:
         example = _prompt_alone(content, source, config)

@@ -78,10 +78,9 @@ def _undecoded(feature: Any) -> Any:
 
 
 def plain_files(path: str | Path, split: str, subset: str | None = None) -> list[tuple[Path, str]] | None:
-    """Returns the JSON or CSV files of a split, downloaded and unpacked, and their names; None for data in another format.
+    """Returns the JSON or CSV files of a split, downloaded, and their names; None for other formats. Raises DataError.
 
-    `datasets` guesses types of what they hold: dates and numbers would not stay the text that they are. Raises DataError, or
-    MissingDependencyError without `datasets`.
+    `datasets` guesses types of what they hold: dates and numbers would not stay the text that they are.
     """
     if not is_dataset(path):
         return [(Path(path), str(path))]

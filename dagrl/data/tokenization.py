@@ -51,10 +51,9 @@ DIFFERENCES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example.
+    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the example's columns.
 
-    `tools` are those that the chat template showed, and `variables` are further ones of the template. The reward gets a
-    completion up to a line that begins with `until`, if there is one.
+    The chat template showed `tools` and `variables`. Rewards get a completion up to a line that begins with `until`.
     """
 
     text: str
@@ -184,11 +183,10 @@ def with_opening(
     tokenizer: PreTrainedTokenizerFast,
     images: tuple[MediaProcessor, Sequence[Medium]] | None = None,
 ) -> Prompt:
-    """Returns the prompt with another text or other messages in place of its own, rendered and tokenized in the same way.
+    """Returns the prompt with another text, of a plain prompt or the user's turn, or with other messages.
 
-    A text is the whole of a plain prompt, or the user's turn of a conversation. System turns of the prompt stay in front,
-    unless `opening` begins with one. `images`: for models that take them, the processor and those of `opening`. Raises
-    DataError for what the chat template or the tokenizer rejects.
+    Its system turns stay in front, unless `opening` begins with one. `images`: for models that take them, the processor
+    and those of `opening`. Raises DataError for what the chat template or the tokenizer rejects.
     """
     chat, (processor, media) = chat_of(tokenizer), images or (None, ())
     if isinstance(opening, str) and not prompt.messages:
@@ -275,10 +273,9 @@ def encode_preferences(
     scored: bool = False,
     processor: MediaProcessor | None = None,
 ) -> list[Preference]:
-    """Returns a pair of sequences for each example. Of a conversation, the last turn is the answer.
+    """Returns a pair of sequences for each example. The loss mask is 1 on the answer, of a conversation the last turn.
 
-    The loss mask is 1 on the answer. If the answers are `scored`, it is 1 on one more token at the end instead: the value of
-    a token is that of the tokens before it, here of the whole sequence.
+    If the answers are `scored`, it is 1 on one more token at the end, whose value is that of the tokens before it.
     """
     for example in examples:
         if example.rejected is None:
@@ -335,10 +332,9 @@ def labels_of(pairs: Sequence[Preference]) -> npt.NDArray[np.float64] | None:
 
 
 def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:
-    """Returns the rows of at most `room` tokens. Longer ones are an error, or dropped.
+    """Returns the rows of at most `room` tokens. Longer ones are dropped, or raise DataError, as if no row is left.
 
-    `limit` describes where the room comes from, `key` is the key that raises it. Raises DataError that names the longest
-    row, also if no row is left.
+    `limit` describes where the room comes from, `key` is the key that raises it.
     """
     fitting = [row for row in rows if len(row) <= room]
     dropped = len(rows) - len(fitting)
@@ -359,10 +355,9 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 
 @dataclass(frozen=True)
 class _Whole:
-    """The text of a row and the parts of it that carry the loss.
+    """The text of a row and the parts of it that carry the loss, of the example's first `count` messages, or all.
 
-    It has the example's first `count` messages, or all. `calls`: its last turn calls tools. `differences`: keys of
-    `DIFFERENCES`.
+    `calls`: its last turn calls tools. `differences`: keys of `DIFFERENCES`.
     """
 
     example: Example
@@ -381,8 +376,7 @@ class _Whole:
 def _wholes(example: Example, chat: Chat, turns: Turns) -> list[_Whole]:
     """Puts the loss on a plain response, or on all assistant turns in one row, on each in its own row, or on the last only.
 
-    Turns that are not learned are context, and so is an assistant turn that opens the conversation, unless the template
-    marks it.
+    Others are context, and so is one that opens the conversation, unless the template marks it.
     """
     if not example.messages:
         text = example.prompt + example.response

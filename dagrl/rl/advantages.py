@@ -169,8 +169,7 @@ def advantages_and_returns(
 ) -> tuple[Floats, Floats]:
     """Returns advantages and the returns that the critic learns, both 0 outside the mask.
 
-    With the error d_t = r_t + gamma V_(t+1) - V_t, advantages are A_t = d_t + gamma lam A_(t+1), and returns A_t + V_t. The
-    state after the last token has the value 0.
+    With the error d_t = r_t + gamma V_(t+1) - V_t, A_t = d_t + gamma lam A_(t+1); returns are A_t + V_t. The last V is 0.
     """
     reward, value = (np.ascontiguousarray(np.asarray(table).T, np.float64) for table in (rewards, values))
     inside = np.ascontiguousarray(np.asarray(mask).T > 0)  # [tokens, rows]: a token's rows are next to each other

@@ -71,8 +71,7 @@ class Algorithm:
     def average(self) -> Literal["tokens", "sequences", "sums"]:
         """How costs become the loss of the global batch. Override it, also by a class attribute.
 
-        `tokens`: their mean. `sequences`: the mean over each sequence's tokens, then over sequences. `sums`: the sum over
-        each sequence's tokens, then the mean over sequences.
+        The mean over `tokens`; over `sequences`, of each one's mean; or over sequences, of each one's sum (`sums`).
         """
         return "tokens"
 

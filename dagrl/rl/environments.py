@@ -97,8 +97,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's reply, a text or messages, or None and the reason why the sequence ends; `failure` says what it
-    raised.
+    """The reply, a text or messages, or None and why the sequence ends; `failure` says what the environment raised.
 
     `prompt` is what `reset` gave in place of the question's prompt.
     """
@@ -208,10 +207,9 @@ def prompt_messages(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def example_of(prompt: Prompt, seed: int, group_seed: int, media: RolloutMedia | None = None) -> dict[str, Any]:
-    """Returns the example that an environment or agent gets. `seed` is the sequence's own.
+    """Returns what an environment or agent gets: the `prompt` as the policy sees it, the `messages` before the template.
 
-    `prompt` is the text that the policy sees, `messages` the conversation before the chat template renders it. Its images
-    are URLs of files in the run's directory.
+    `seed` is the sequence's own. Images are URLs of files in the run's directory.
     """
     return {
         "prompt": prompt.text,

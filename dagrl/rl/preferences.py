@@ -138,13 +138,11 @@ def pair_losses(
     reference: Sums | None,
     labels: Sums | None = None,
 ) -> PairLosses:
-    """Computes the mean loss over pairs, from the sums, numbers of tokens and reference sums of their answers [rows].
+    """Computes the mean loss over pairs from sums, numbers of tokens and reference sums of answers [rows].
 
-    `labels` [pairs] are 1 where the first answer is desirable, for an algorithm that is `unpaired`.
-
-    Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. Raises ConfigError if the algorithm's loss fails,
-    has another shape, or is not finite for finite sums. The weights of sums that are not finite are neither, so the
-    optimizer skips the step.
+    Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. `labels` [pairs], of an `unpaired` algorithm, are
+    1 where the first is desirable. Raises ConfigError if the loss fails, has another shape, or is not finite for finite
+    sums. For other sums neither are the weights, so the optimizer skips the step.
     """
     import torch
 

@@ -67,8 +67,7 @@ def shapes(
 ) -> Splits:
     """Draws images of one to four squares and discs of one colour. The answer is number and colour, such as `two red`.
 
-    `held_out` further images are for validation only. Every training image has `demonstrations_per_prompt` demonstrations.
-    A share `right_share` of them is right; the others name the next number, or `one` for `four`. Needs Pillow.
+    Of the demonstrations of a training image `right_share` are right; others name the next number. Needs Pillow.
     """
     generator = random.Random(seed)  # noqa: S311  # drawing, not cryptography
     train, demonstrations = list[Example](), list[Example]()

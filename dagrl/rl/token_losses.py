@@ -155,10 +155,9 @@ def grpo(batch: TokenBatch) -> TokenResult:
 
 
 def gspo(batch: TokenBatch) -> TokenResult:
-    """Returns the clipped surrogate with the sequence's ratio, the geometric mean of its tokens' ratios.
+    """Returns the clipped surrogate with the sequence's ratio, the geometric mean of its tokens'.
 
-    Each token has the gradient of its own log-probability, so advantages may differ within a sequence (GSPO-token); equal
-    ones give GSPO.
+    Each token has the gradient of its own log-probability (GSPO-token); with equal advantages it is GSPO.
     """
     mean = batch.sequence_mean(batch.log_ratio)
     own = torch.where(batch.mask > 0, batch.logprobs - batch.logprobs.detach(), 0.0)
@@ -180,8 +179,7 @@ def reinforce(batch: TokenBatch) -> TokenResult:
 def distill(batch: TokenBatch) -> TokenResult:
     """Returns the reverse KL to the reference policy: the ratio times the old minus the reference log-probability.
 
-    Over the policy's samples its gradient is that of KL(policy || reference) per token, for the prefixes as they are.
-    Rewards and advantages are not used. Raises ConfigError without a reference policy.
+    Over the policy's samples, its gradient is that of KL(policy || reference) per token. Advantages are not used.
     """
     if "reference_logprobs" not in batch.columns:
         raise ConfigError(f"{KEY} is 'distill', but there is no reference policy; set models.teacher.model_name")

@@ -46,11 +46,7 @@ class Context:
 
 @dataclass(eq=False)
 class Answer:
-    """An answer of the policy in its context.
-
-    `key` is its key as a message of a later request. It is not `trained` on if its sampling parameters differ from the
-    run's.
-    """
+    """An answer, and its `key` as a message of later requests. Not `trained` on: sampled otherwise than the run does."""
 
     context: Context
     result: FinishedRequest

@@ -143,8 +143,8 @@ class FunctionProcess:
     async def request(self, content: Any, seconds: float) -> Any:
         """Returns the answer of the process. Cancelling this cancels the request there, if it is an agent's.
 
-        Ends the process after so many seconds and raises TimeoutError, which has the function's line. Raises LostError if it
-        ends, RunError if the function was never imported in time.
+        Ends the process after so many seconds and raises TimeoutError with the function's line. Raises LostError if the
+        process ends, RunError if the function was never imported.
         """
         try:
             await self._ready()

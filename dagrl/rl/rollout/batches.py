@@ -62,8 +62,7 @@ def train_batch(
 ) -> Batch:
     """Returns samples as token-aligned rows. Only tokens that the policy made have a loss mask and an advantage.
 
-    `widths`: see `token_rows`. Samples that are not `valid` [samples] have no token in the loss. A sample with fewer than
-    `rows_per_sample` sequences has empty rows too.
+    Samples that are not `valid` [samples] have no token in the loss, those of fewer sequences than others empty rows.
     """
     episodes = [row for sample in samples for row in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
     rows = token_rows(episodes, media=media, widths=widths)

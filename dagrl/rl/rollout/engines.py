@@ -62,10 +62,9 @@ class GenerationEngines(Protocol):
         """Removes unfinished requests, by id; others are ignored. No quantum may be in flight."""
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """Starts replacing the engines named in `error` and fails the quanta in flight; the survivors are idle on return.
+        """Starts replacing the engines named in `error`, and fails the quanta in flight; the others are idle on return.
 
-        Returns the shards whose engines are replaced. They take no requests until the next update. None if the run has to
-        restart.
+        Returns their shards, which take no requests until the next update, or None if the run has to restart.
         """
 
     @property
