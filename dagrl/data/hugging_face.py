@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,11 +71,9 @@ def _undecoded(feature: Any) -> Any:
     if isinstance(feature, dict):
         kind = Features if isinstance(feature, Features) else dict
         return kind({name: _undecoded(below) for name, below in feature.items()})
-    return (
-        type(feature)(_undecoded(feature.feature), feature.length)
-        if isinstance(feature, List)
-        else (LargeList(_undecoded(feature.feature)) if isinstance(feature, LargeList) else feature)
-    )
+    if isinstance(feature, List | LargeList):
+        return replace(feature, feature=_undecoded(feature.feature))
+    return feature
 
 
 def plain_files(path: str | Path, split: str, subset: str | None = None) -> list[tuple[Path, str]] | None:

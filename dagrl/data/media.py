@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
     from dagrl.config import ImagesConfig, Json
 
-Part = Mapping[str, Any]
-"""A part of a message: a text, or an image. Once images are read, these are `IMAGE` alone."""
+Part = Mapping[str, Any]  # a part of a message: a text, or an image. Once images are read, these are `IMAGE` alone
 
 IMAGE: Part = {"type": "image"}
 

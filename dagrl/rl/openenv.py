@@ -36,11 +36,9 @@ CLIENT = "openenv.core.generic_client"
 OUTSIDE = ("done", "reward", "metadata")  # fields of every observation and action that are not part of the conversation
 
 FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
-INVALID = "VALIDATION_ERROR"
-"""OpenEnv's code for an action that does not fit the schema."""
+INVALID = "VALIDATION_ERROR"  # OpenEnv's code for an action that does not fit the schema
 
-SCHEMA_S = 10.0
-"""Deadline of reading the schema. A step has `environment.timeout_s`."""
+SCHEMA_S = 10.0  # deadline of reading the schema. A step has `environment.timeout_s`
 
 
 def episodes(count: int = 1000, held_out: int = 64, seed: int = 0, reset: Fields | None = None) -> Splits:

@@ -58,8 +58,7 @@ def _addition(pair: Operands, answer: int) -> Example:
 
 NUMBERS = ("one", "two", "three", "four")
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "black": (20, 20, 20)}
-SIDE, CELL = 64, 16
-"""Pixels of an image of shapes, and of the cells of its grid, each of which has one shape at most."""
+SIDE, CELL = 64, 16  # pixels of an image of shapes, and of the cells of its grid, each of which has one shape at most
 
 
 def shapes(

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 ROWS, TOKENS = 2, 5
 
 logger = logging.getLogger(__name__)
-SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")
-"""Starts of the import paths of functions that are not tried."""
+SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")  # starts of the import paths of functions that are not tried
 
 MADE_UP = "42"  # the completion of an example without a reference
 SAMPLES = 2  # samples of a prompt: a function that answers a whole batch with one number gives itself away

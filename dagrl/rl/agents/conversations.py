@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dagrl.data.messages import THOUGHTS
@@ -149,17 +149,8 @@ def _learned(end: Answer, left: set[int]) -> int:
 def _row(path: Sequence[Answer], left: set[int]) -> Row:
     """Returns the row of a path of answers. Answers that are not `left` to learn are context."""
     first, last = path[0].context, path[-1]
-    reason, size = last.result.finish_reason, len(last.result.tokens)
-    row = Row(
-        first.text,
-        first.tokens,
-        first.given,
-        finish_reason=reason,
-        rendered=last.context.text,
-        answer=size,
-        shown=first.shown(),
-    )
-    row.media.extend(last.shown()[len(first.tokens) :])
+    whole, start = last.shown(), len(first.tokens)
+    row = Row(first.text, first.tokens, first.given, shown=whole[:start], media=whole[start:])
     for answer in path:
         result, given = answer.result, () if answer is path[0] else answer.context.tokens
         row.versions.extend([row.versions[-1] if row.versions else result.versions[0]] * len(given))
@@ -168,7 +159,8 @@ def _row(path: Sequence[Answer], left: set[int]) -> Row:
         learned = id(answer) in left
         row.logprobs.extend([*[0.0] * len(given), *(result.logprobs if learned else [0.0] * len(result.tokens))])
         row.sampled.extend([*[False] * len(given), *[learned] * len(result.tokens)])
-    return row
+    ended = last.result.finish_reason
+    return replace(row, finish_reason=ended, rendered=last.context.text, answer=len(last.result.tokens))
 
 
 def message_key(message: Message) -> str:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIGNALS = (signal.SIGCHLD, signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1)
-END_S = 10.0
-"""Seconds to go on killing processes that start other ones."""
+END_S = 10.0  # seconds to go on killing processes that start other ones
 
 
 def main() -> None:

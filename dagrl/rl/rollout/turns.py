@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-SEEDED = 1 << 32
-"""Streams of the seeds that clients ask for. Other requests count from 0."""
+SEEDED = 1 << 32  # streams of the seeds that clients ask for. Other requests count from 0
 
 SHOWN = 80  # characters of a conversation's start that a warning shows, in addition to the prompt's
 
@@ -159,13 +158,12 @@ class EnvironmentTurns:
 
     def _begin(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         """Begins the first turn, after the prompt that the environment gave."""
-        episode.failure = reply.failure
         episode.prompt = reply.prompt or episode.prompt
-        if reply.reason != FAILED and len(episode) >= self._room:
-            episode.failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
-            self._close(group, episode)
-        if episode.failure:
-            episode.finish_reason = FAILED
+        if reply.reason == FAILED:
+            episode.failure, episode.finish_reason = reply.failure, FAILED
+        elif len(episode) >= self._room:
+            failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
+            self._fail(group, episode, failure)
 
     def _continue(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
@@ -381,11 +379,8 @@ def set_conversations(episode: Episode, conversations: EpisodeRows, rewards: dic
     episode.more = rows[1:]
     episode.untrained, episode.finish_reason = conversations.untrained, "stop"
     episode.reward_parts = {name or ENVIRONMENT: reward for name, reward in rewards.items()}
-    if rows:
-        first = rows[0]
-        episode.prompt, episode.finish_reason = first.prompt, first.finish_reason
-        episode.tokens, episode.logprobs = first.tokens, first.logprobs
-        episode.versions, episode.sampled, episode.media = first.versions, first.sampled, first.media
+    for name in ("prompt", "finish_reason", *TOKEN_FIELDS) if rows else ():
+        setattr(episode, name, getattr(rows[0], name))
 
 
 def _row_media(media: Sequence[int]) -> RowMedia | None:

@@ -54,12 +54,8 @@ def exported_page(runs: Sequence[RunView], most_samples: int) -> str:
         outliers = [line for line in run.outliers() if line["row"] in rows[line["step"]]]
         data = {"about": run.about(), "metrics": run.metrics(), "steps": steps}
         shown = [sample for chosen in rows.values() for sample in chosen.values()]
-        names = {
-            name
-            for sample in shown
-            for part in (sample, *(sample.get("conversations") or ()))
-            for name in part.get("media") or ()
-        }
+        shown += [conversation for sample in shown for conversation in sample.get("conversations") or ()]
+        names = {name for sample in shown for name in sample.get("media") or ()}
         exported.append({**data, "samples": samples, "outliers": outliers, "rows": rows, "media": _images(run, names)})
     return page({"runs": exported})
 
