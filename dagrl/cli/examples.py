@@ -21,7 +21,10 @@ def list_examples() -> str:
 
 
 def copy_example(name: str, target: Path) -> list[Path]:
-    """Copies an example and the data files that it names. Raises ConfigError if there is none, or a copy exists already."""
+    """Copies an example, and the data files that it names, into the directory `target`; returns the copies.
+
+    Raises ConfigError if there is no such example, or before it copies anything if one of the files exists already.
+    """
     files = _example_files()
     source = files.get(name) or next((file for file in files.values() if file.name == name), None)
     if source is None:

@@ -44,9 +44,10 @@ class PhaseReport:
 
 
 def inspect_config(config: Config, phase: str | None = None, *, lengths: bool = True) -> str:
-    """Returns the report for one phase (its key in `phases`), or all that are replayed, as a commented Mermaid chart.
+    """Returns the report for one phase (its key in `phases`), or for all that the algorithm replays, as a Mermaid chart with
+    the numbers as comments. `lengths`: whether the longest sequence is known.
 
-    `lengths`: whether the longest sequence is known. Raises UserError like preflight.
+    Raises UserError if layouts or phases are invalid, like preflight.
     """
     plan = RunPlan.of(config)
     check_settings(config, plan, lengths=lengths)
@@ -63,7 +64,10 @@ def inspect_config(config: Config, phase: str | None = None, *, lengths: bool = 
 
 
 def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
-    """Predicts the memory of each role on GPUs of `gpu_gib`, or those here. Raises ConfigError if it does not fit."""
+    """Returns the memory that each role of a run is predicted to take of a GPU. `gpu_gib`: of GPUs that are not here.
+
+    Raises ConfigError if what a GPU must hold at once does not fit.
+    """
     if gpu_gib is not None:
         config = _with_gpus(config)
     if not gpus_per_worker(config.cluster):
@@ -78,7 +82,10 @@ def inspect_memory(config: Config, gpu_gib: float | None = None) -> str:
 
 
 def step_times(config: Config, gpu: str, mean: float | None = None) -> tuple[Config, list[PhaseTime]]:
-    """Predicts the seconds of each phase on GPUs of a name, for `mean` tokens of a completion. Raises ConfigError."""
+    """Returns the run's configuration on GPUs of this name, and the predicted seconds of each phase of a step.
+
+    `mean`: tokens of a completion. Raises ConfigError for a GPU whose rates are not known, or whose memory is too small.
+    """
     if gpu not in GPUS:
         raise ConfigError(f"--time {gpu}: its rates are not known; expected: {', '.join(GPUS)}")
     rates = GPUS[gpu]
@@ -113,7 +120,10 @@ def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
 
 
 def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = None) -> RefitPlan | None:
-    """Returns a run's refit plan, or None without `describe`. `hf_config`: the model's `config.json`, if it was read."""
+    """Returns the refit plan of a run, or None if a worker class has no `describe`.
+
+    `hf_config` is the model's `config.json`. None: read it from where the configuration says.
+    """
     plan = RunPlan.of(config)
     workers, groups = worker_classes(config, plan), plan.layouts
     described = {role: getattr(workers[role], "describe", None) for role in ("train", "generation")}
@@ -142,7 +152,10 @@ def _model(config: Config) -> Mapping[str, Json]:
 
 
 def _hosts(train: int, generation: int) -> list[int] | None:
-    """Returns the host of each channel rank, which fill hosts in order, each of one role; None if all fit on one."""
+    """Returns the host of each channel rank if ranks fill hosts in order, or None if all fit on one host.
+
+    Train and generation workers share a host only if all of them fit on one.
+    """
     if train + generation <= GPUS_PER_HOST:
         return None
     first = -(-train // GPUS_PER_HOST)

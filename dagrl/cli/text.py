@@ -47,7 +47,10 @@ FOLDED = 8  # fewest equal tokens in a row of which one is shown, with their num
 
 
 def text_report(config: Config, count: int, console: Console) -> str:
-    """Returns the first `count` examples that each stage draws, in colours. Raises UserError like a run."""
+    """Returns the first `count` examples that each stage of the run draws, in their order, in the console's colours.
+
+    Raises UserError for what a run would reject of the data, the tokenizer or the chat template.
+    """
     from rich.text import Text
 
     inputs, examples = read_data(config)
@@ -132,7 +135,10 @@ class _View:
         return [Text(f"\n{title}", "bold underline"), table]
 
     def _given(self, tokens: Sequence[int], examples: Sequence[Example], *, opened: bool = False) -> list[bool]:
-        """Returns which tokens have text of the first of `examples` that fits; without its last message if `opened`."""
+        """Returns which tokens have text of the data: those of the first of `examples` that has these tokens.
+
+        Other tokens are the template's. `opened`: the last message is left out, and the template opens its turn.
+        """
         if examples and not examples[0].messages:
             edges = self._special - {self._tokenizer.unk_token_id}
             return [token not in edges for token in tokens]

@@ -23,7 +23,9 @@ def serve(directories: Sequence[Path], host: str, port: int) -> None:
         try:
             address = stack.enter_context(serving(runs, host, port))
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot serve at {host}, port {port} ({error}); choose others by --host, --port") from error
+            raise ConfigError(
+                f"cannot serve at {host}, port {port} ({error}); choose another with --port or --host"
+            ) from error
         logger.info("serving %s at %s (Ctrl-C ends it)", " and ".join(map(str, directories)), address)
         threading.Event().wait()
 

@@ -30,9 +30,11 @@ GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The end of a turn: the `text` that the template writes (some only once others follow), and what it adds `after`.
+    """The end of a turn of the policy: the `text` that the template writes, and the tokens of which one ends generation.
 
-    One of the `tokens` ends generation; there may be none. `text` is empty if the next turn's opening ends a turn (GLM).
+    `after` is what the template adds after the end. `text` is empty if the next turn's opening ends a turn, as GLM's does;
+    some templates write it only once others follow (Apriel).
+    `tokens` is empty if no single token ends a turn.
     """
 
     text: str
@@ -79,7 +81,10 @@ class Chat:
         return _variables(self.template(tools))
 
     def render(self, messages: Messages, tools: Sequence[Json] = (), *, opened: bool, **variables: Any) -> str:
-        """Returns the text of a conversation, the next turn `opened`. Raises whatever Jinja or the template raises."""
+        """Returns the text of a conversation; `opened` opens the assistant's next turn. `variables` are the template's.
+
+        Raises whatever Jinja or the template raises.
+        """
         return self._render(self._turns(messages, tools), tools, opened=opened, **variables)
 
     def renders(
@@ -234,9 +239,10 @@ class Chat:
         return text == self.end.text or self.ends.issuperset(self.encoder.ids(text))
 
     def missing_end(self, text: str, ids: Sequence[int], *, called: bool) -> list[int]:
-        """Returns the token that ends generation after a text, with the tokens `ids`, if the template has written none.
+        """Returns the token that ends generation after a turn at the end of a text, if the template has written none.
 
-        It opens what follows a turn, or a `called` tool (GLM), or is the tokenizer's own.
+        That is the token that opens what follows a turn, or a `called` tool (GLM), or the tokenizer's own. `ids` are the
+        tokens of the text.
         """
         last = next((token for token in reversed(ids) if self.encoder.decode([token]).strip()), None)
         if last in self.ends or (self.end.text and (text.endswith(self.end.text) or not self.end.tokens)):

@@ -96,7 +96,10 @@ class Splits:
 
 
 def load_splits(config: DataConfig, parse: Parse | None = None) -> Splits:
-    """Loads `data.path`, `data.task` or `data.mixture`, by `parse` for each row. Raises DataError or ConfigError."""
+    """Loads the examples of `data.path`, `data.task` or `data.mixture`. Raises DataError or ConfigError.
+
+    `parse` makes an example of a row of a file or dataset: `demonstration_of` by default, or `preference_of`.
+    """
     if config.mixture:
         return _load_mixture(config, parse)
     if (config.path is None) == (config.task is None):
@@ -134,7 +137,10 @@ def with_chat(example: Example, config: DataConfig) -> Example:
     if messages and config.system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", config.system_prompt), *messages)
     if example.variables and not messages:
-        raise DataError(f"{example.source}: 'chat_template_kwargs' need a template; set data.apply_chat_template=true")
+        raise DataError(
+            f"{example.source} has 'chat_template_kwargs', but is a plain prompt, which no chat template shows; remove "
+            "them, or set data.apply_chat_template=true"
+        )
     rejected = None if example.rejected is None else with_chat(example.rejected, config)
     return replace(example, prompt="" if messages else example.prompt, messages=messages, rejected=rejected)
 
@@ -215,7 +221,10 @@ def _with_images(example: Example, columns: Mapping[str, Json], folder: Path, co
             message = replace(message, content=content, media=media)
         turns.append(message)
     if left := len([*column]):
-        raise DataError(f"{example.source} has {left} more images in {config.image_key!r} than parts; remove some")
+        raise DataError(
+            f"{example.source} has {left} more images in {config.image_key!r} than parts for them in its messages; add or "
+            "remove some"
+        )
     if example.rejected is not None:
         example = replace(example, rejected=_with_images(example.rejected, columns, folder, config))
     if any(message.media for message in turns):  # which only a conversation can have
@@ -300,7 +309,8 @@ def _check_split_names(config: DataConfig, path: str) -> None:
     for key, name, paths, advice in named:
         if name is not None and not any(map(has_splits, paths)):
             raise ConfigError(
-                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets; {advice}"
+                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets (JSONL and single "
+                f"files have none); {advice}"
             )
 
 
@@ -374,9 +384,10 @@ def _parsed(text: bytes, source: str) -> Json:
 
 
 def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
-    """Returns the example of a row with messages, or a prompt and a response, which may be messages too.
+    """Returns the example of a row with a prompt and a response, or with messages.
 
-    SFT learns the response alone then. Without `data.response_key` it is empty.
+    The prompt and the response may be messages, too; then SFT learns the response alone. Without `data.response_key` the
+    response is empty.
     """
     if config.response_key is None:
         example = _prompt_alone(content, source, config)
@@ -388,7 +399,10 @@ def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfi
 
 
 def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
-    """Returns a row with two answers, text or messages. Messages may contain the prompt; without a prompt they must."""
+    """Returns the example of a row with a prompt, a chosen and a rejected answer, each text or messages.
+
+    Answers that are messages may contain the prompt; without a prompt they must.
+    """
     answers = [
         _answer_of(content, key, option, source, config)
         for key, option in ((config.chosen_key, "data.chosen_key"), (config.rejected_key, "data.rejected_key"))
@@ -410,7 +424,8 @@ def judged_of(content: Mapping[str, Json], source: str, config: DataConfig) -> E
     label = content.get(config.label_key)
     if (desirable := _LABELS.get(str(label).lower())) is None:
         raise DataError(
-            f"{source}: {config.label_key!r} is {label!r:.60}; expected: true or false. Set data.label_key to that column"
+            f"{source}: {config.label_key!r} is {label!r:.60}; expected: true or false. Set data.label_key to the column "
+            "that says whether the answer is desirable"
         )
     return replace(answer, columns=content, label=desirable, **_shown(content, source))
 
@@ -439,7 +454,10 @@ def _prompt_alone(content: Mapping[str, Json], source: str, config: DataConfig) 
         return Example(_text(content, key, "data.prompt_key", source), "", source=source)
     messages = _messages(turns, source, key)
     if messages[-1].role == "assistant":
-        raise DataError(f"{source}: {key!r} ends with an assistant turn, but data.response_key is null; remove the turn")
+        raise DataError(
+            f"{source}: {key!r} ends with an assistant turn, but data.response_key is null; expected: a prompt. Remove the "
+            "turn, or data.response_key"
+        )
     return Example("", "", (*messages, Message("assistant", "")), source)
 
 
@@ -487,7 +505,8 @@ def _require_text(text: object, what: str) -> str:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise DataError(
-            f"{what} has half of a surrogate pair, {half}, at character {error.start}; fix it, or remove the example"
+            f"{what} has half of a surrogate pair, {half}, at character {error.start}; expected: text that UTF-8 can "
+            "encode. Fix the character, or remove the example"
         ) from error
     return text
 

@@ -77,9 +77,10 @@ def _undecoded(feature: Any) -> Any:
 
 
 def plain_files(path: str | Path, split: str, subset: str | None = None) -> list[tuple[Path, str]] | None:
-    """Returns the JSON or CSV files of a split, downloaded, and their names; None for other formats. Raises DataError.
+    """Returns the JSON or CSV files of a split, downloaded and unpacked, and their names; None for data in another format.
 
-    `datasets` guesses types of what they hold: dates and numbers would not stay the text that they are.
+    `datasets` guesses types of what they hold: dates and numbers would not stay the text that they are. Raises DataError, or
+    MissingDependencyError without `datasets`.
     """
     if not is_dataset(path):
         return [(Path(path), str(path))]
@@ -166,7 +167,10 @@ def _check_split(path: str | Path, split: str, splits: Iterable[str]) -> None:
 
 
 def _check_all_taken(path: Path, splits: Mapping[str, Iterable[str]]) -> None:
-    """Raises DataError for a data file in no split, which `datasets` names after files. A README.md may name others."""
+    """Raises DataError for a data file of a directory that is in no split: `datasets` goes by names, and takes one format.
+
+    A README.md may say what the splits are.
+    """
     from datasets.data_files import FILES_TO_IGNORE
 
     if not path.is_dir() or (path / "README.md").exists():

@@ -156,7 +156,9 @@ def read_images(
         place = f"{where}, image {len(media) + 1}"
         data = part.get("image")
         if data is None and (data := next(column, None)) is None:
-            raise DataError(f"{place} has no data; expected: a file, data URL or bytes as 'image', or data.image_key")
+            raise DataError(
+                f"{place} has no data; expected: a file, a data URL or bytes as 'image', or the column data.image_key"
+            )
         media.append(read_image(data, folder, limits, place))
     return tuple(IMAGE if is_image(part) else part for part in parts), tuple(media)
 
@@ -164,7 +166,9 @@ def read_images(
 def read_image(
     data: object, folder: Path, limits: ImagesConfig, where: str, sizes: Mapping[int, tuple[int, int]] | None = None
 ) -> Medium:
-    """Reads one image, and decodes it unless its id is one of `sizes`. Raises DataError if it is missing or broken."""
+    """Reads one image, and decodes it unless its id is one of `sizes`. Raises DataError if it is missing, broken, or not an
+    image.
+    """
     source = _source(data, folder, where)
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
@@ -393,14 +397,18 @@ def load_processor(directory: Path) -> ProcessorMixin:
         found = without_videos(kind).from_pretrained(directory, local_files_only=True)
     if not isinstance(found, ProcessorMixin):
         raise ConfigError(
-            f"the data have images, but {directory} has no processor for them; choose a model that takes images"
+            f"the data have images, but {directory} has no processor for them, such as preprocessor_config.json; choose a "
+            "model that takes images"
         )
     return found
 
 
 @cache
 def without_videos(kind: type[Any]) -> Any:
-    """Returns such a processor without its part for videos, which needs torchvision: that for images stands for it."""
+    """Returns a class of processors like `kind` without its part for videos, for which transformers needs torchvision.
+
+    Who asks for that part gets the one for images, which has the same settings.
+    """
 
     class Images(kind):  # type: ignore[misc]
         video_processor = property(lambda processor: processor.image_processor)
@@ -436,7 +444,10 @@ class Expanded:
 
 
 class MediaProcessor:
-    """A model's processor, for texts and tokens: what it writes follows from the sizes of images, so none is processed."""
+    """A model's processor, as far as texts and tokens go.
+
+    What it writes in place of a placeholder follows from the sizes of a row's images, so none is processed here.
+    """
 
     def __init__(self, processor: ProcessorMixin) -> None:
         """Raises ConfigError for a processor that does not tell what it writes for an image."""

@@ -190,7 +190,8 @@ class MessageFormat:
     def _call_style(self) -> _CallStyle | None:
         """The style in which the template writes a call, and not as Python shows it; None if it writes none.
 
-        If there is any, it also takes it before a result, and after one without another text of that (Apertus).
+        It is one that the template also takes before a result, and after one without another text of that (Apertus), if
+        there is any.
         """
         found = []
         for place, style in enumerate(_STYLES):

@@ -140,7 +140,10 @@ def _up_to_end(chat: Chat, text: str) -> str:
 
 
 def _kept_end(chat: Chat, text: str, start: int, stop: int, ended: str) -> int:
-    """Returns where the longest end of `ended`, of whole words, ends between two places, or -1. Other text may precede."""
+    """Returns where the end of `ended` ends between two places, or -1: what precedes it may be other text (Apriel's calls).
+
+    The longest part counts, of whole words and of an added token that it ends with.
+    """
     last = chat.encoder.ids(ended)[-1:]
     least = len(chat.encoder.decode(last)) if chat.encoder.added.issuperset(last) else 1
     for first in range(max(0, len(ended) - least + 1)):

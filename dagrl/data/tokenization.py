@@ -51,9 +51,10 @@ DIFFERENCES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the example's columns.
+    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example.
 
-    The chat template showed `tools` and `variables`. Rewards get a completion up to a line that begins with `until`.
+    `tools` are those that the chat template showed, and `variables` are further ones of the template. The reward gets a
+    completion up to a line that begins with `until`, if there is one.
     """
 
     text: str
@@ -80,7 +81,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A whole sequence. `loss_mask` is 1 on tokens of responses, token aligned; `differences` are keys of `DIFFERENCES`."""
+    """A whole sequence. `loss_mask` is 1 on the tokens of responses and 0 elsewhere, token aligned.
+
+    `differences` are keys of `DIFFERENCES`.
+    """
 
     tokens: npt.NDArray[np.int64]  # [sequence]
     loss_mask: npt.NDArray[np.float32]  # [sequence]
@@ -125,7 +129,10 @@ def _content(media: RowMedia | None) -> list[bytes]:
 def encode_prompts(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
 ) -> list[Prompt]:
-    """Returns each example's prompt: of a conversation all but its last turn. Models that take images have a `processor`."""
+    """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's.
+
+    A model that takes images has a `processor`, whose tokens its conversations get.
+    """
     chat = chat_of(tokenizer)
     texts = [
         _expanded(
@@ -155,7 +162,9 @@ def _expanded(text: str, example: Example, messages: Sequence[Message], processo
     if processor is not None and example.messages:
         return processor.expand(text, media, example.source)
     if media:
-        raise ConfigError(f"{example.source} has images, but the model has no processor; choose one that takes images")
+        raise ConfigError(
+            f"{example.source} has images, but the model has no processor for them; choose one that takes images"
+        )
     return Expanded(text, (), ())
 
 
@@ -183,10 +192,11 @@ def with_opening(
     tokenizer: PreTrainedTokenizerFast,
     images: tuple[MediaProcessor, Sequence[Medium]] | None = None,
 ) -> Prompt:
-    """Returns the prompt with another text, of a plain prompt or the user's turn, or with other messages.
+    """Returns the prompt with another text or other messages in place of its own, rendered and tokenized in the same way.
 
-    Its system turns stay in front, unless `opening` begins with one. `images`: for models that take them, the processor
-    and those of `opening`. Raises DataError for what the chat template or the tokenizer rejects.
+    A text is the whole of a plain prompt, or the user's turn of a conversation. System turns of the prompt stay in front,
+    unless `opening` begins with one. `images`: for models that take them, the processor and those of `opening`. Raises
+    DataError for what the chat template or the tokenizer rejects.
     """
     chat, (processor, media) = chat_of(tokenizer), images or (None, ())
     if isinstance(opening, str) and not prompt.messages:
@@ -215,7 +225,10 @@ def encode_demonstrations(
     assistant_turns: Turns = "all",
     processor: MediaProcessor | None = None,
 ) -> list[Demonstration]:
-    """Returns each example's sequences: one, or those of `assistant_turns`. Models that take images have a `processor`."""
+    """Returns the sequences of each example, in order: one, or for a conversation those of `assistant_turns`.
+
+    A model that takes images has a `processor`, whose tokens its conversations get.
+    """
     chat = chat_of(tokenizer)
     wholes = [whole for example in examples for whole in _wholes(example, chat.of(example.tools), assistant_turns)]
     texts = [_expanded(whole.text, whole.example, whole.messages, processor) for whole in wholes]
@@ -273,9 +286,10 @@ def encode_preferences(
     scored: bool = False,
     processor: MediaProcessor | None = None,
 ) -> list[Preference]:
-    """Returns a pair of sequences for each example. The loss mask is 1 on the answer, of a conversation the last turn.
+    """Returns a pair of sequences for each example. Of a conversation, the last turn is the answer.
 
-    If the answers are `scored`, it is 1 on one more token at the end, whose value is that of the tokens before it.
+    The loss mask is 1 on the answer. If the answers are `scored`, it is 1 on one more token at the end instead: the value of
+    a token is that of the tokens before it, here of the whole sequence.
     """
     for example in examples:
         if example.rejected is None:
@@ -308,7 +322,10 @@ def digest_of(rows: Sequence[Row]) -> str:
 
 
 def collate(rows: Sequence[Demonstration], *, media: bool = False) -> Batch:
-    """Returns a batch: `tokens`, `loss_mask`, and with `media` that field (0 without images) [n, longest], `lengths` [n]."""
+    """Returns a batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n].
+
+    With `media`, also that field [n, longest], in which rows without images are 0.
+    """
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
     ids, loss_mask = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, np.float32)
@@ -332,9 +349,10 @@ def labels_of(pairs: Sequence[Preference]) -> npt.NDArray[np.float64] | None:
 
 
 def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:
-    """Returns the rows of at most `room` tokens. Longer ones are dropped, or raise DataError, as if no row is left.
+    """Returns the rows of at most `room` tokens. Longer ones are an error, or dropped.
 
-    `limit` describes where the room comes from, `key` is the key that raises it.
+    `limit` describes where the room comes from, `key` is the key that raises it. Raises DataError that names the longest
+    row, also if no row is left.
     """
     fitting = [row for row in rows if len(row) <= room]
     dropped = len(rows) - len(fitting)
@@ -355,9 +373,10 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 
 @dataclass(frozen=True)
 class _Whole:
-    """The text of a row and the parts of it that carry the loss, of the example's first `count` messages, or all.
+    """The text of a row and the parts of it that carry the loss.
 
-    `calls`: its last turn calls tools. `differences`: keys of `DIFFERENCES`.
+    It has the example's first `count` messages, or all. `calls`: its last turn calls tools. `differences`: keys of
+    `DIFFERENCES`.
     """
 
     example: Example
@@ -376,7 +395,8 @@ class _Whole:
 def _wholes(example: Example, chat: Chat, turns: Turns) -> list[_Whole]:
     """Puts the loss on a plain response, or on all assistant turns in one row, on each in its own row, or on the last only.
 
-    Others are context, and so is one that opens the conversation, unless the template marks it.
+    Turns that are not learned are context, and so is an assistant turn that opens the conversation, unless the template
+    marks it.
     """
     if not example.messages:
         text = example.prompt + example.response
@@ -490,8 +510,9 @@ def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
     for end, turn in zip(ends, turns, strict=True):
         if not whole.startswith(turn.text[: turn.end]):
             raise DataError(
-                f"{example.source}: the chat template renders message {end} differently once later ones follow; set "
-                "data.assistant_turns=each or last, or use one with {% generation %} blocks (policy.tokenizer.chat_template)"
+                f"{example.source}: the chat template renders message {end} differently once later ones follow, so one row "
+                "cannot teach all turns; set data.assistant_turns=each or last, or use a template that only appends or has "
+                "{% generation %} blocks (policy.tokenizer.chat_template)"
             )
     learned = [(turn.start, chat.with_end(whole, turn.end)) for turn in turns]
     differences = frozenset(chain.from_iterable(turn.differences for turn in turns))
@@ -528,7 +549,9 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
 
 def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | Prompt, *, opened: bool) -> str:
     if chat.tokenizer.chat_template is None:
-        raise ConfigError(f"{example.source} is a conversation without a chat template; set policy.tokenizer.chat_template")
+        raise ConfigError(
+            f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
+        )
     try:
         unused = [name for name in example.variables if name not in chat.variables(example.tools)]
         text = chat.render(turns, example.tools, opened=opened, **example.variables)

@@ -58,7 +58,8 @@ class CallOrder:
                 _, late = ray.wait(self._plain, num_returns=len(self._plain), timeout=self._deadline_s, fetch_local=False)
                 if late:
                     raise DeadlineError(
-                        f"{len(late)} calls before a replay take longer than deadline_s = {self._deadline_s:g} s; raise it"
+                        f"{len(late)} plain calls before a replay have not ended within deadline_s = {self._deadline_s:g} "
+                        "s; raise it if they are slow"
                     )
                 self._plain = []
             self._replays = [replay for replay in self._replays if not replay.done]

@@ -150,7 +150,8 @@ def _check(worker_group: Any) -> None:
     missing = [name for name in ("workers", "sharding_annotations", *DISPATCHERS) if not hasattr(worker_group, name)]
     if missing:
         raise LayoutError(
-            f"a {type(worker_group).__name__} has no {', '.join(missing)}; give accelerate() a RayWorkerGroup of NeMo-RL"
+            f"a {type(worker_group).__name__} has no {', '.join(missing)}; give accelerate() a RayWorkerGroup of NeMo-RL, "
+            "such as policy.worker_group"
         )
     sharding, workers = worker_group.sharding_annotations, len(worker_group.workers)
     if sharding is None or not hasattr(sharding, "get_worker_coords"):

@@ -36,7 +36,10 @@ ROUNDING = 1e-12  # variance of equal returns, at most, as a share of their mean
 
 
 def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
-    """Returns advantages by `advantage.name`: `[prompts, generations]` float64, 0 where not `valid`. Raises ConfigError."""
+    """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
+
+    Raises ConfigError if a user's function fails, or returns another shape or values that are not finite.
+    """
     table, mask, chosen = checked_rewards(rewards), np.asarray(valid, np.bool_), config.advantage
     if chosen.name == GROUP:
         return group_advantages(
@@ -169,7 +172,8 @@ def advantages_and_returns(
 ) -> tuple[Floats, Floats]:
     """Returns advantages and the returns that the critic learns, both 0 outside the mask.
 
-    With the error d_t = r_t + gamma V_(t+1) - V_t, A_t = d_t + gamma lam A_(t+1); returns are A_t + V_t. The last V is 0.
+    With the error d_t = r_t + gamma V_(t+1) - V_t, advantages are A_t = d_t + gamma lam A_(t+1), and returns A_t + V_t. The
+    state after the last token has the value 0.
     """
     reward, value = (np.ascontiguousarray(np.asarray(table).T, np.float64) for table in (rewards, values))
     inside = np.ascontiguousarray(np.asarray(mask).T > 0)  # [tokens, rows]: a token's rows are next to each other

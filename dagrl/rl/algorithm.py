@@ -71,7 +71,8 @@ class Algorithm:
     def average(self) -> Literal["tokens", "sequences", "sums"]:
         """How costs become the loss of the global batch. Override it, also by a class attribute.
 
-        The mean over `tokens`; over `sequences`, of each one's mean; or over sequences, of each one's sum (`sums`).
+        `tokens`: their mean. `sequences`: the mean over each sequence's tokens, then over sequences. `sums`: the sum over
+        each sequence's tokens, then the mean over sequences.
         """
         return "tokens"
 
@@ -106,7 +107,10 @@ def planned_algorithm(plan: RunPlan) -> Algorithm:
 
 
 def algorithm_for(loss: str, config: Config) -> Algorithm:
-    """Returns the algorithm behind a phase's `loss`. The run's learns demonstrations if it learns from them, else `sft`."""
+    """Returns the algorithm behind the `loss` that a phase names.
+
+    Demonstrations are learned by the run's algorithm if it learns from them, or else by `sft`.
+    """
     own = algorithm_of(config)
     if loss == POLICY or (loss == LIKELIHOOD and own.learns_from == "demonstrations"):
         return own
@@ -116,7 +120,10 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
 
 
 def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
-    """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`. Raises ConfigError."""
+    """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`.
+
+    Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.
+    """
     table, mask = checked_rewards(rewards, 1 if algorithm.critic else 2), np.asarray(valid, np.bool_)
     with running(algorithm.config.algorithm, KEY):
         if type(algorithm).advantages is Algorithm.advantages:
@@ -128,7 +135,10 @@ def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.Array
 def token_advantages_of(
     algorithm: Algorithm, rewards: Floats, values: npt.NDArray[Any], mask: npt.NDArray[Any]
 ) -> tuple[Floats, Floats]:
-    """Returns the algorithm's advantages and returns [rows, tokens], 0 outside the mask. Raises ConfigError."""
+    """Returns the algorithm's advantages and returns [rows, tokens], 0 outside the mask.
+
+    Raises ConfigError if a user's method fails, or returns other shapes or values that are not finite.
+    """
     name = algorithm.config.algorithm
     with running(name, KEY):
         result = algorithm.token_advantages(rewards, values.astype(np.float64), mask.astype(np.float64))

@@ -159,7 +159,10 @@ class Dpo(PreferenceAlgorithm):
     columns = {"reference_logprobs": "reference_answer_sums"}
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Returns the losses, and as metrics both rewards, their margin, and how often the chosen one's is higher."""
+        """Returns the loss of each pair.
+
+        Metrics: rewards of both answers, their margin, and how often the chosen one has the higher reward.
+        """
         from torch.nn.functional import logsigmoid
 
         beta = self.config.preference.beta
@@ -175,7 +178,10 @@ class RewardModel(PreferenceAlgorithm):
     scored = True
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Returns the losses, and as metrics both scores, their difference, and how often the chosen one's is higher."""
+        """Returns the loss of each pair.
+
+        Metrics: both scores, their difference, and how often the chosen answer has the higher one.
+        """
         from torch.nn.functional import logsigmoid
 
         return -logsigmoid(pairs.chosen - pairs.rejected), compared(pairs.chosen, pairs.rejected)

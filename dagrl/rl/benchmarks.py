@@ -107,9 +107,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def option_chosen(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """Returns 1 where the last choice of an option is the reference, a letter.
+    """Returns 1 where the completion's last choice of an option is the reference, a letter.
 
-    A choice is in `\\boxed{}`, after `answer is` or `Answer:`, or begins the completion, alone or as `B. 4` or `(B) 4`.
+    A choice is a letter in `\\boxed{}`, one after `answer is` or `Answer:`, or one that begins the completion, alone or as
+    `B. 4` or `(B) 4`.
     """
     chosen = [[*_LETTER.findall(text), *_CHOICE.findall(text)] for text in completions]
     return [float(letters[-1:] == [wanted]) for letters, wanted in zip(chosen, references, strict=True)]

@@ -127,7 +127,9 @@ def chosen_sandbox() -> tuple[str, list[str]]:
         else:
             failures.append(f"{name}: {tried.stderr.strip() or tried.returncode}")
     if unlimited:
-        logger.warning("Programs in a sandbox may start any number of processes, as this run is root's: use another user")
+        logger.warning(
+            "Programs in a sandbox may start any number of processes, as this run is root's: run it as another user"
+        )
         return unlimited
     if not failures:
         raise RuntimeError("no sandbox is installed; install bubblewrap (apt install bubblewrap) on the driver's host")

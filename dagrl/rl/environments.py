@@ -86,7 +86,10 @@ def check_environment(config: EnvironmentConfig) -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """An episode whose turn has ended, with the text of each of its turns. Without any it asks for the answer of `reset`."""
+    """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns.
+
+    Without turns, it asks for the answer of `reset`.
+    """
 
     key: str
     prompt: Prompt
@@ -97,7 +100,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply, a text or messages, or None and why the sequence ends; `failure` says what the environment raised.
+    """The environment's reply, a text or messages, or None and the reason why the sequence ends; `failure` says what it
+    raised.
 
     `prompt` is what `reset` gave in place of the question's prompt.
     """
@@ -207,9 +211,10 @@ def prompt_messages(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def example_of(prompt: Prompt, seed: int, group_seed: int, media: RolloutMedia | None = None) -> dict[str, Any]:
-    """Returns what an environment or agent gets: the `prompt` as the policy sees it, the `messages` before the template.
+    """Returns the example that an environment or agent gets. `seed` is the sequence's own.
 
-    `seed` is the sequence's own. Images are URLs of files in the run's directory.
+    `prompt` is the text that the policy sees, `messages` the conversation before the chat template renders it. Its images
+    are URLs of files in the run's directory.
     """
     return {
         "prompt": prompt.text,

@@ -39,7 +39,11 @@ from dagrl.telemetry.metrics import KL
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the global batch: the sum of `loss_mask`, and rows with a token in it. Raises DataError for 0."""
+    """Counts over the global batch, all shards together.
+
+    `tokens` is the sum of `loss_mask`, `sequences` the number of rows with at least one token in it. Raises DataError if
+    either is 0: division by 0 would turn every weight into NaN.
+    """
 
     tokens: float
     sequences: float
@@ -58,7 +62,10 @@ LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of a microbatch with its graph, and detached tensors: `sums` add up, of `maxima` the largest counts."""
+    """The loss of one microbatch: `loss` with its autograd graph, and detached 0-d tensors.
+
+    `sums` add up over microbatches, context-parallel slices and shards; of `maxima` the largest counts.
+    """
 
     loss: Tensor
     sums: Mapping[str, Tensor]
@@ -119,11 +126,12 @@ def importance_weights(gap: Tensor, batch: TokenBatch) -> Tensor:
 def logprob_difference(
     data: Mapping[str, Tensor], mask: Tensor, denominators: Denominators
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compares `generation_logprobs` with the train workers' `prev_logprobs` [b, t]. Returns sums and maxima.
+    """Compares generation's log-probabilities with the train workers': `generation_logprobs` and `prev_logprobs` [b, t].
 
-    `token_mult_prob_error` is NeMo-RL's: the mean over tokens of exp(|generation - prev|); 1 if both agree, as after a
-    refit but for rounding. `gen_kl_error` (also NeMo-RL's) is KL(generation || train) by k3 on generation's samples.
-    `max_logprob_difference` is the largest |generation - prev|.
+    `token_mult_prob_error` is NeMo-RL's: the mean over tokens of exp(|generation - prev|); 1 if both agree. After a
+    correct refit it differs from 1 only by rounding. `gen_kl_error` (NeMo-RL's too) is KL(generation || train), estimated
+    by k3 on generation's own samples. `max_logprob_difference` is the largest |generation - prev|. Returns sums and maxima
+    of a `LossOutput`.
     """
     difference = torch.where(mask > 0, data["generation_logprobs"] - data["prev_logprobs"], 0.0)
     gap = difference.abs()
@@ -136,8 +144,9 @@ def logprob_difference(
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """Estimates KL(policy || reference) per token from samples of the policy; any shape (KL).
 
-    With d = logprob - reference: k1 = d (unbiased, either sign; as a metric only, since its gradient has mean zero),
-    k2 = d^2 / 2 (biased, never negative), k3 = exp(-d) - 1 + d (unbiased, never negative; DeepSeekMath's equation 4).
+    With d = logprob - reference: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, never negative), k3 = exp(-d) - 1 + d
+    (unbiased, never negative; DeepSeekMath's equation 4). On samples of the policy itself, the
+    gradient of k1 has mean zero: use it as a metric rather than as a penalty.
     """
     difference = logprobs - reference_logprobs
     if kind == "k1":

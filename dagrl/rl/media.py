@@ -39,7 +39,10 @@ Message = Mapping[str, Any]
 
 
 def read_messages(messages: Sequence[Message], limits: ImagesConfig, where: str) -> list[dict[str, Any]]:
-    """Reads the images of messages, each then a `Medium` in its part; paths are relative to the working directory."""
+    """Reads the images of messages, each of which is then a `Medium` in its part. Raises DataError.
+
+    Paths are relative to the working directory.
+    """
     read = []
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
@@ -74,7 +77,10 @@ class RolloutMedia:
         return _with_images(messages, kept)
 
     def requested(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Returns a client's messages with their images in the store, by name. Raises DataError for other images."""
+        """Returns the messages of a client with their images in the store, by name.
+
+        Raises DataError for an image that is neither a data URL nor one of the example's.
+        """
         return _with_images(messages, lambda part, where: {**IMAGE, MEDIUM: self._medium(part.get("image"), where).name})
 
     def _medium(self, data: object, where: str) -> Medium:

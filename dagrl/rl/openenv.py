@@ -42,7 +42,10 @@ SCHEMA_S = 10.0  # deadline of reading the schema. A step has `environment.timeo
 
 
 def episodes(count: int = 1000, held_out: int = 64, seed: int = 0, reset: Fields | None = None) -> Splits:
-    """Returns episodes, each with a `seed` for `reset`, which all sequences of a group share, and its further arguments."""
+    """Returns `count` episodes to train on and `held_out` for validation, each with a `seed` of its own for `reset`.
+
+    All sequences of a group have the same seed. `reset` has further arguments of the server's `reset`.
+    """
     if count < 1 or held_out < 0:
         raise ValueError(f"count is {count} and held_out {held_out}; expected: at least 1 and 0")
     examples = [

@@ -18,9 +18,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval of a share that was found in `count` independent trials; of a mean, it is wide enough.
+    """Returns Wilson's 95 % interval of a share that was found in `count` independent trials.
 
-    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+    For the mean of `count` values between 0 and 1, such as pass@k of prompts, it is at least as wide as it need be. Source:
+    Wilson 1927, "Probable inference, the law of succession, and statistical inference".
     """
     shrink = 1 + Z * Z / count
     center = (share + Z * Z / (2 * count)) / shrink

@@ -124,10 +124,16 @@ def is_unpaired(algorithm: Algorithm) -> bool:
 
 
 def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
-    """Returns the phases that compute sums under the policy, and the reference. Raises ConfigError for other columns."""
+    """Returns the phases that compute the sums of answers: under the policy, and the reference policy if it is compared.
+
+    Raises ConfigError for other columns.
+    """
     unknown = [name for name in algorithm.columns if name != "reference_logprobs"]
     if unknown:
-        raise ConfigError(f"{KEY}: found the column {unknown[0]!r}; expected, for pairs: 'reference_logprobs' alone")
+        raise ConfigError(
+            f"{KEY}: {algorithm.config.algorithm} has the column {unknown[0]!r}; expected, as it compares pairs: "
+            "'reference_logprobs' alone"
+        )
     return ("answer_sums", *algorithm.columns.values())
 
 
@@ -138,11 +144,13 @@ def pair_losses(
     reference: Sums | None,
     labels: Sums | None = None,
 ) -> PairLosses:
-    """Computes the mean loss over pairs from sums, numbers of tokens and reference sums of answers [rows].
+    """Computes the mean loss over pairs, from the sums, numbers of tokens and reference sums of their answers [rows].
 
-    Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. `labels` [pairs], of an `unpaired` algorithm, are
-    1 where the first is desirable. Raises ConfigError if the loss fails, has another shape, or is not finite for finite
-    sums. For other sums neither are the weights, so the optimizer skips the step.
+    `labels` [pairs] are 1 where the first answer is desirable, for an algorithm that is `unpaired`.
+
+    Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. Raises ConfigError if the algorithm's loss fails,
+    has another shape, or is not finite for finite sums. The weights of sums that are not finite are neither, so the
+    optimizer skips the step.
     """
     import torch
 

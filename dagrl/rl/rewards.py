@@ -60,7 +60,8 @@ class SampleReward:
 class Rewards:
     """The reward of each `answered` sample, 0 for the others, and the message of the first failure.
 
-    Functions returned None for `excluded` ones. `parts` [n] are NaN where a sample has none.
+    `excluded` samples have no reward because the functions returned None. `parts` [n] are NaN where a sample has no such
+    part.
     """
 
     values: FloatArray  # [n]
@@ -192,7 +193,10 @@ class RewardRunner:
     def submit(
         self, prompts: Texts, completions: Texts, references: Texts, values: SampleValues | None = None
     ) -> Future[Answers]:
-        """Rewards samples in the background; see `rewards_of`. Calls `values` only if a function has further parameters."""
+        """Rewards n samples in the background. Convert the result with `rewards_of`.
+
+        `values` is called only if a function has further parameters. It has the same names for all samples.
+        """
         calls = self._calls((prompts, completions, references), values)
         return join_futures([future for *_, future in calls if future], lambda: self._join(len(prompts), calls))
 
@@ -275,9 +279,10 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
 
 
 def check_failures(section: str, failed: int, total: int, message: str, limit: float, *, may_all_fail: bool = False) -> None:
-    """Warns of failed samples. Raises RunError above the `limit`, `<section>.max_failed_share`, and if all failed.
+    """Warns of failed samples, or raises RunError if their share exceeds the `limit`, `<section>.max_failed_share`.
 
-    `may_all_fail`: of a validation, which may have a single sample, and without which the run can go on.
+    Also raises if all samples failed, unless `may_all_fail`. A training step has several samples, so then the function is
+    broken and there is nothing to learn. A validation may have a single sample, and the run can continue without it.
     """
     if failed and failed == total and not may_all_fail:
         raise RunError(f"{section} failed for all {total} samples: {message}")
@@ -290,9 +295,10 @@ def check_failures(section: str, failed: int, total: int, message: str, limit: f
 
 
 def overlong_penalty(lengths: npt.ArrayLike, config: RewardShapingConfig, max_new_tokens: int) -> FloatArray:
-    """Returns the penalty of completions of `lengths` tokens [n] float32 (DAPO, arXiv:2503.14476, equation 13).
+    """Returns the penalty to add to the rewards of completions of `lengths` tokens: [n] float32, at most 0.
 
-    It is 0 up to `overlong_buffer_length` before `max_response_length`, and falls to `-overlong_buffer_penalty` there.
+    It is 0 up to `max_response_length - overlong_buffer_length`, falls linearly to `-overlong_buffer_penalty` at
+    `max_response_length`, and stays there (DAPO, arXiv:2503.14476, equation 13).
     """
     longest = config.max_response_length or max_new_tokens
     beyond = np.asarray(lengths, np.float32) - (longest - config.overlong_buffer_length)

@@ -69,8 +69,8 @@ def field_of(records: Sequence[Record | None], width: int) -> Array:
     known = [record for record in records if record is not None]
     if len(known) < len(records) or not known:
         raise RunError(
-            f"{len(records) - len(known)} of {len(records)} sequences have no record of their experts; expected, with "
-            "policy.router_replay=true: `FinishedRequest.experts` of the generation worker"
+            f"{len(records) - len(known)} of {len(records)} sequences have no record of their experts; the generation "
+            "worker must return `FinishedRequest.experts` with policy.router_replay=true"
         )
     size = max(record.shape[1] for record in known)
     table = np.full((len(known), width, size), MISSING, np.uint8)
@@ -93,7 +93,10 @@ def with_empty_record(batch: Batch) -> Batch:
 
 
 def join_records(first: Record | None, second: Record | None) -> Record | None:
-    """Joins the records of two requests of a sequence. The first counts: its experts made a token's log-probability."""
+    """Returns the record of a sequence that was generated in two requests, both from the start of the sequence.
+
+    Where both have a token, the first counts: its experts made the token's log-probability.
+    """
     if first is None or second is None:
         return second if first is None else first
     joined = (second if len(second) > len(first) else first).copy()

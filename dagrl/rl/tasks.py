@@ -31,11 +31,14 @@ def arithmetic(
     pairs = ((a, b) for a in numbers for b in numbers)
     operands = [(a, b) for a, b in pairs if carry or (a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10)]
     if not 0 < held_out < len(operands):
-        raise ValueError(f"held_out is {held_out}; expected: 1 to {len(operands) - 1}, of {len(operands)} additions")
-    if not 0 <= right_share <= 1:
-        raise ValueError(f"right_share is {right_share}; expected: 0 to 1")
-    if demonstrations_per_prompt < 1:
-        raise ValueError(f"demonstrations_per_prompt is {demonstrations_per_prompt}; expected: at least 1")
+        raise ValueError(
+            f"held_out is {held_out}; expected: 1 to {len(operands) - 1}, as there are {len(operands)} additions"
+        )
+    if not 0 <= right_share <= 1 or demonstrations_per_prompt < 1:
+        raise ValueError(
+            f"right_share is {right_share} and demonstrations_per_prompt {demonstrations_per_prompt}; expected: 0 to 1, and "
+            "at least 1"
+        )
     generator = random.Random(seed)  # noqa: S311  # shuffling, not cryptography
     generator.shuffle(operands)
     validation, train = operands[:held_out], operands[held_out:]
@@ -66,7 +69,8 @@ def shapes(
 ) -> Splits:
     """Draws images of one to four squares and discs of one colour. The answer is number and colour, such as `two red`.
 
-    Of the demonstrations of a training image `right_share` are right; others name the next number. Needs Pillow.
+    `held_out` further images are for validation only. Every training image has `demonstrations_per_prompt` demonstrations.
+    A share `right_share` of them is right; the others name the next number, or `one` for `four`. Needs Pillow.
     """
     generator = random.Random(seed)  # noqa: S311  # drawing, not cryptography
     train, demonstrations = list[Example](), list[Example]()

@@ -52,7 +52,10 @@ class Sequences:
     group: Any = None
 
     def sums(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns, without gradient, the sum of `values` in the mask, and its tokens, of each token's sequence [2, b, t]."""
+        """Returns for each token the sum of `values`, and the number of tokens, of its sequence in `mask` [2, b, t].
+
+        Without gradient.
+        """
         with torch.no_grad():
             inside = mask > 0
             parts = torch.stack([torch.where(inside, values, 0.0), inside.to(values.dtype)]).flatten(1)
@@ -121,7 +124,10 @@ class TokenBatch:
         return ratio.clamp(1.0 - self.config.ratio_clip_min, 1.0 + self.config.ratio_clip_max)
 
     def logprobs_of(self, ids: Tensor) -> Tensor:
-        """Returns log-probabilities, with gradient, of other tokens `ids` [b, t, k], at k times the output layer's cost."""
+        """Returns the policy's log-probability, with gradient, of other tokens in place of each token: `ids` [b, t, k].
+
+        It takes k times the work of the output layer.
+        """
         if self.lookup is None:
             raise ConfigError("the loss reads log-probabilities of other tokens, which these workers do not compute")
         return self.lookup(ids.long())
@@ -155,9 +161,10 @@ def grpo(batch: TokenBatch) -> TokenResult:
 
 
 def gspo(batch: TokenBatch) -> TokenResult:
-    """Returns the clipped surrogate with the sequence's ratio, the geometric mean of its tokens'.
+    """Returns the clipped surrogate with the sequence's ratio, the geometric mean of its tokens' ratios.
 
-    Each token has the gradient of its own log-probability (GSPO-token); with equal advantages it is GSPO.
+    Each token has the gradient of its own log-probability, so advantages may differ within a sequence (GSPO-token); equal
+    ones give GSPO.
     """
     mean = batch.sequence_mean(batch.log_ratio)
     own = torch.where(batch.mask > 0, batch.logprobs - batch.logprobs.detach(), 0.0)
@@ -179,10 +186,13 @@ def reinforce(batch: TokenBatch) -> TokenResult:
 def distill(batch: TokenBatch) -> TokenResult:
     """Returns the reverse KL to the reference policy: the ratio times the old minus the reference log-probability.
 
-    Over the policy's samples, its gradient is that of KL(policy || reference) per token. Advantages are not used.
+    Over the policy's samples its gradient is that of KL(policy || reference) per token, for the prefixes as they are.
+    Rewards and advantages are not used. Raises ConfigError without a reference policy.
     """
     if "reference_logprobs" not in batch.columns:
-        raise ConfigError(f"{KEY} is 'distill', but there is no reference policy; set models.teacher.model_name")
+        raise ConfigError(
+            f"{KEY} is 'distill', but there is no reference policy to learn from; set models.teacher.model_name"
+        )
     ratio, gap = torch.exp(batch.log_ratio), batch.old_logprobs - batch.reference_logprobs
     return ratio * gap, {"policy/reverse_kl": gap, "probs_ratio": ratio}
 
@@ -207,14 +217,20 @@ TOKEN_LOSSES: Mapping[str, TokenLossFunction] = MappingProxyType(
 
 
 def token_loss(config: LossConfig) -> TokenLossFunction:
-    """Returns the function `loss_fn.name` with `loss_fn.args`. Raises ConfigError if there is none that takes them."""
+    """Returns the function that `loss_fn.name` names, with `loss_fn.args`.
+
+    Raises ConfigError if there is none, or if it does not take these arguments.
+    """
     function = TOKEN_LOSSES.get(config.name) or load_named(config.name, TOKEN_LOSSES, KEY)
     check_arguments(function, config.args, config.name, "loss_fn.args", positional=["batch"])
     return partial(function, **config.args) if config.args else function
 
 
 def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Calls the loss `name`. Raises ConfigError if its shape is not that of the tokens, or it does not depend on them."""
+    """Calls the loss that messages call `name`.
+
+    Raises ConfigError if its result has another shape than the tokens, or if it does not depend on the model.
+    """
     result = function(batch)
     loss, means = result if isinstance(result, tuple) else (result, {})
     check_shapes(name, loss, means, list(batch.logprobs.shape), "a tensor of the shape of the tokens")

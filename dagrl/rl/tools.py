@@ -165,7 +165,10 @@ def _call_parser(tools: tuple[str, ...], name: str, tokenizer: str) -> CallParse
 
 
 def vllm_parser(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> CallParser:
-    """Returns vLLM's parser `name` for tools with these schemas, a JSON text. Takes seconds. Raises ConfigError."""
+    """Returns vLLM's parser `name` for tools with these schemas, a JSON text. Imports vLLM, which takes seconds.
+
+    Raises ConfigError for a name that vLLM does not know, or a parser that is of another model or reads no texts.
+    """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

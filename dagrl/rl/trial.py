@@ -49,7 +49,8 @@ def try_algorithm(config: Config) -> None:
     algorithm = algorithm_of(config)
     if algorithm.learns_from == "demonstrations" and algorithm.columns:
         raise ConfigError(
-            f"{KEY}: {config.algorithm} learns from demonstrations, which have no columns; set `columns = {{}}`"
+            f"{KEY}: {config.algorithm} learns from demonstrations and has the columns {', '.join(algorithm.columns)}; "
+            "these are computed for samples. Set `columns = {}`"
         )
     if algorithm.learns_from == "preferences":
         try_pair_loss(algorithm)
@@ -111,7 +112,10 @@ def try_advantages(algorithm: Algorithm) -> None:
 
 
 def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast) -> None:
-    """Rewards the reference, or a made-up text, of a task's first example. Raises ConfigError without rewards."""
+    """Rewards the reference of the first example of each task, or a made-up completion if it has none.
+
+    Raises ConfigError for a function that raises, hangs, or gives no rewards, and if all of them exclude every sample.
+    """
     own = [item for item in reward_functions(config.reward) if not item.path.startswith(SHIPPED)]
     if not own:
         return
@@ -129,15 +133,18 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
     if not numbers and len(own) == len(reward_functions(config.reward)):
         names = ", ".join(f"{item.key}.function {item.path}" for item in own)
         raise ConfigError(
-            f"{names} returned None for every sample that was tried, which excludes it from training; expected: some "
-            f"numbers. Tried: the {_completion(examples[0])}"
+            f"{names} returned None for every sample that was tried, which excludes it from training; return a number for "
+            f"samples to learn from. Tried: the {_completion(examples[0])}"
         )
 
 
 def try_environment(
     config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
 ) -> None:
-    """Answers the first example of each task by its reference, or a made-up text. Raises ConfigError if that fails."""
+    """Begins the first example of each task, and answers with its reference, or a made-up text, as the policy's turn.
+
+    Raises ConfigError if the environment fails, or if what it says cannot be tokenized.
+    """
     path = config.environment.function
     if path is None or path.startswith(SHIPPED):
         return

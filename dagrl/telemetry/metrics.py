@@ -84,9 +84,10 @@ def is_measured(name: str) -> bool:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of a step: `sums` add up over workers (counts, and losses already divided by the global token count).
+    """Metrics of a step from one or more workers.
 
-    `maxima` keep the largest, `shared` are equal on all that report them (learning rate, gradient norm).
+    `sums` add up over workers (token counts, and losses already divided by the global token count), `maxima` keep the
+    largest, and `shared` are equal on every worker that reports them (learning rate, gradient norm).
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -128,7 +129,8 @@ def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
 def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
     """Merges metrics of the optimizer steps of one batch.
 
-    Means are weighted by tokens, counts and seconds add up; the largest gradient norm counts, and the last learning rate.
+    Means are weighted by the tokens in the loss; counts and seconds add up. Of maxima and gradient norms the largest counts,
+    of other shared metrics (the learning rate) the last.
     """
     if len(parts) == 1:
         return parts[0]

@@ -180,9 +180,10 @@ class RunPaths:
 
 @contextmanager
 def lock_run(paths: RunPaths, *, existing: bool = False) -> Iterator[None]:
-    """Locks the run's directory during the block, by a file next to it. Raises ConfigError if another run holds it.
+    """Locks the run's directory against other runs during the block.
 
-    `existing`: takes the lock only if its file exists, to see whether the run is under way.
+    The lock file is next to it, as a run may rename the directory. `existing`: takes the lock only if its file exists, to
+    see whether the run is under way. Raises ConfigError if another run holds it.
     """
     file = paths.directory.with_name(f".{paths.directory.name}.lock")
     advice = "let that run end first, or choose another name or output_dir"
@@ -193,8 +194,9 @@ def lock_run(paths: RunPaths, *, existing: bool = False) -> Iterator[None]:
 def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = None) -> RunPaths:
     """Creates the run's directory and saves the resolved configuration in it, with the reasons of `derived` keys.
 
-    Renames that of an earlier run to `<name>.1`, unless this one resumes it; keeps a copy of another configuration.
-    There is always a config.yaml, which marks the directory as a run's. Raises ConfigError like `check_run_directory`.
+    Renames the directory of an earlier run of that name to `<name>.1`, unless this one resumes it. Raises ConfigError like
+    `check_run_directory`. Keeps a copy of a different configuration. There is always a config.yaml, which marks the
+    directory as a run's.
     """
     paths = RunPaths.of(config)
     check_run_directory(paths)
@@ -257,9 +259,10 @@ class RunRecord:
                 stack.callback(tracker.close)
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
-        """Records one step, counted from 1 over all stages (`sft`, `grpo`), by the names of `dagrl.telemetry.metrics`.
+        """Records one step.
 
-        In `metrics.jsonl`, which is strict JSON, numbers that are not finite become null.
+        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names are those of
+        `dagrl.telemetry.metrics`. In `metrics.jsonl`, which is strict JSON, numbers that are not finite become null.
         """
         clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}

@@ -98,7 +98,10 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict
 
 
 def table_of(rows: Sequence[Row]) -> pyarrow.Table:
-    """Returns rows as a table. Lists are joined first: as Python objects they would keep the interpreter for long."""
+    """Returns rows as a table of `schema`; missing columns are null. Lists may be arrays.
+
+    The lists of a column are joined first: as Python objects they would keep the interpreter from the loop for long.
+    """
     import pyarrow as pa
 
     columns = []
@@ -125,7 +128,10 @@ def _joined_lists(values: Sequence[Sequence[Any] | None], kind: pyarrow.ListType
 
 
 class RolloutFiles:
-    """Writes the files of a run. Deletes the oldest above `max_bytes`, and those of steps that a resumed run repeats."""
+    """Writes the files of a run, and deletes the oldest above `max_bytes` (None: never), but not the newest.
+
+    A run that resumes from `resumed_step` first deletes the files of the steps it repeats.
+    """
 
     def __init__(self, directory: Path, *, max_bytes: int | None, resumed_step: int = 0) -> None:
         self._directory, self._max_bytes = directory, max_bytes

@@ -17,9 +17,10 @@ from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 
 class PhaseClock:
-    """Adds up wall time by phase, also from several threads. With a trace, each block is a span on the driver's row.
+    """Adds up wall time by phase. With a trace, each measured block is also a span on the driver's row.
 
-    `totals` are seconds since it was created or restarted. Phases measured inside each other count twice.
+    `totals` are the seconds of each phase since the clock was created or restarted. Phases measured inside each other
+    count twice. Several threads may measure, each its own phases.
     """
 
     def __init__(self, trace: TraceWriter | None = None) -> None:

@@ -41,9 +41,10 @@ since the epoch itself would lose digits in a JavaScript number (libkineto, outp
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A span of time on one thread of one process, from `start_ns` since the epoch (`time.time_ns()`).
+    """A span of time on one thread of one process.
 
-    `process` and `thread` are labels; each new label opens a row.
+    `start_ns` is nanoseconds since the epoch (`time.time_ns()`, the clock that processes share). `process` and `thread` are
+    labels; each new label opens a row.
     """
 
     name: str

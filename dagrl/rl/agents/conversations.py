@@ -46,7 +46,11 @@ class Context:
 
 @dataclass(eq=False)
 class Answer:
-    """An answer, and its `key` as a message of later requests. Not `trained` on: sampled otherwise than the run does."""
+    """An answer of the policy in its context.
+
+    `key` is its key as a message of a later request. It is not `trained` on if its sampling parameters differ from the
+    run's.
+    """
 
     context: Context
     result: FinishedRequest
@@ -98,7 +102,10 @@ class Row:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """The conversations to train on, `others` (with all tokens of the policy as `sampled`), and the tokens of no loss."""
+    """The conversations of an episode: those trained on and the others, and how many sampled tokens are not trained on.
+
+    In `others`, `sampled` is True on all tokens of the policy.
+    """
 
     rows: Sequence[Row] = ()
     others: Sequence[Row] = ()

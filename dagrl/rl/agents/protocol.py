@@ -120,7 +120,10 @@ def read_body(content: bytes) -> ChatBody:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages for chat templates, with plain contents and parsed arguments of calls. Raises EndpointError."""
+    """Returns messages for chat templates: contents as texts, `developer` as `system`, and parsed arguments of calls.
+
+    Raises EndpointError for contents that are not text.
+    """
     return [_plain(dict(message), f"messages.{index}") for index, message in enumerate(messages)]
 
 

@@ -185,7 +185,10 @@ class _Room:
 
     @asynccontextmanager
     async def place(self, limit: float) -> AsyncIterator[None]:
-        """Waits for a place among at most `limit` episodes (inf: as `most` allows). Those lost with a process go first."""
+        """Waits for a place among at most `limit` episodes (inf: those that `most` allows).
+
+        Episodes that were lost with a process go first: others wait until these have ended.
+        """
         lost, running = limit < math.inf, 0
         self.load += 1
         self.limits += [limit] if lost else []

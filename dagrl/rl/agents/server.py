@@ -243,7 +243,8 @@ def whole_answer(
 ) -> dict[str, Any]:
     """Returns an answer in OpenAI's format, with `policy_versions`: those that made its tokens, in ascending order.
 
-    `prompt` are the tokens of the request's context, `text` is the answer's besides `calls`. `token_text` decodes a token.
+    `prompt` are the tokens of the request's whole context, `text` is what those of `result` say besides `calls`.
+    `token_text` decodes one token.
     """
     choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
     choice["message"] = {"role": "assistant", "content": text, "refusal": None}

@@ -14,7 +14,10 @@ THREADS = 256  # plain agents that run at once in a process
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The arguments of an OpenAI client, and the name to ask for as `model`. The API key ends with the episode."""
+    """The policy's endpoint: the arguments of an OpenAI client, and the name to ask for as `model`.
+
+    The API key is that of one episode. It ends with the episode.
+    """
 
     base_url: str
     api_key: str

@@ -126,7 +126,10 @@ def _pickled(answers: Any) -> bytes:
 def answer_together(
     loop: LoopThread, function: Callable[..., Any], columns: Sequence[list[Any]], *, batched: bool
 ) -> list[Any] | str:
-    """Returns the answers, or what the function raised. A plain one is called in this thread, where it may run a loop."""
+    """Calls the function with all rows, or the only one if it is not `batched`. Returns the answers, or what it raised.
+
+    A plain function is called in the main thread, where it may run an event loop of its own.
+    """
     arguments = columns if batched else [value for (value,) in columns]
     try:
         with without_exit():

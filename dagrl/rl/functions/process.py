@@ -122,7 +122,10 @@ class FunctionProcess:
             pass
 
     async def ask(self, columns: Columns) -> Answers | str:
-        """Returns the answers to all rows, or what went wrong. Raises RunError if the function was never imported."""
+        """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
+
+        Raises RunError if the function was never imported in time.
+        """
         try:
             answers: Answers | str = await self.request([*map(list, columns)], self._seconds(len(columns[0])))
             return answers
@@ -143,8 +146,8 @@ class FunctionProcess:
     async def request(self, content: Any, seconds: float) -> Any:
         """Returns the answer of the process. Cancelling this cancels the request there, if it is an agent's.
 
-        Ends the process after so many seconds and raises TimeoutError with the function's line. Raises LostError if the
-        process ends, RunError if the function was never imported.
+        Ends the process after so many seconds and raises TimeoutError, which has the function's line. Raises LostError if it
+        ends, RunError if the function was never imported in time.
         """
         try:
             await self._ready()
@@ -226,7 +229,8 @@ class FunctionProcess:
                 failure = pickle.loads(await _received(reader))  # noqa: S301  # from our own process
         except TimeoutError:
             raise RunError(
-                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or import less"
+                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or make the "
+                "module's import faster"
             ) from None
         except (EOFError, OSError) as error:
             self._lost_starts += 1

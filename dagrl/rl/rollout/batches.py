@@ -31,7 +31,10 @@ def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], *, media: 
 
 
 def experts_field(episodes: Sequence[Episode], config: Config, width: int) -> dict[str, Array]:
-    """Returns the field of the recorded experts with `policy.router_replay`. Episodes without a turn have none."""
+    """Returns the field of the recorded experts of the episodes, one per row, if `policy.router_replay` is on.
+
+    Those that the environment failed for before their first turn have none.
+    """
     if not config.policy.router_replay:
         return {}
     records = [episode.experts if len(episode.tokens) else NOTHING for episode in episodes]
@@ -62,7 +65,8 @@ def train_batch(
 ) -> Batch:
     """Returns samples as token-aligned rows. Only tokens that the policy made have a loss mask and an advantage.
 
-    Samples that are not `valid` [samples] have no token in the loss, those of fewer sequences than others empty rows.
+    `widths`: see `token_rows`. Samples that are not `valid` [samples] have no token in the loss. A sample with fewer than
+    `rows_per_sample` sequences has empty rows too.
     """
     episodes = [row for sample in samples for row in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
     rows = token_rows(episodes, media=media, widths=widths)

@@ -62,9 +62,10 @@ class GenerationEngines(Protocol):
         """Removes unfinished requests, by id; others are ignored. No quantum may be in flight."""
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """Starts replacing the engines named in `error`, and fails the quanta in flight; the others are idle on return.
+        """Starts replacing the engines named in `error` and fails the quanta in flight; the survivors are idle on return.
 
-        Returns their shards, which take no requests until the next update, or None if the run has to restart.
+        Returns the shards whose engines are replaced. They take no requests until the next update. None if the run has to
+        restart.
         """
 
     @property
@@ -76,7 +77,10 @@ class GenerationEngines(Protocol):
         """Whether engines may leave their GPUs before an update, so that no quantum may wait behind it."""
 
     def update(self, version: int) -> WeightUpdate:
-        """Starts to send the weights of `version` to all engines, to new ones when they have started and no quantum runs."""
+        """Starts to send the weights of `version`, which the train workers hold, to all engines.
+
+        Connects new engines first, once they have started; no quantum may be in flight if there are any.
+        """
 
 
 class Stop(Protocol):
@@ -92,7 +96,9 @@ class Stop(Protocol):
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run, those of `evaluation.sets`, and their tokenizer. With `media`, some have images."""
+    """The prompts of a run, and the tokenizer that encoded them. `evaluation` has those of `evaluation.sets`. With `media`,
+    some have images.
+    """
 
     train: Sequence[Prompt]
     validation: Sequence[Prompt]

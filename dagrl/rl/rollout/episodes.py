@@ -204,9 +204,10 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
 
 
 def token_rows(episodes: Sequence[Episode], *, media: bool = False, widths: Sequence[int] = ()) -> Batch:
-    """Returns sequences as rows: `tokens` [sequences, width], `lengths`, and with `media` that field (`dagrl.data.media`).
+    """Returns sequences as rows: `tokens` [sequences, width], prompt and completion so far, and `lengths`.
 
-    The width is the first of the ascending `widths` that holds the longest, or its length.
+    The width is the first of the ascending `widths` that holds the longest, or its length. With `media`, also that field
+    (`dagrl.data.media`).
     """
     lengths = [len(episode) for episode in episodes]
     longest = max(lengths, default=1)

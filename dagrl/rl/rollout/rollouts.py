@@ -300,7 +300,10 @@ class ShardLoad:
 
 
 def dispatch(waiting: Mapping[int, int], shards: Sequence[ShardLoad]) -> list[list[int]]:
-    """Returns the requests for each shard with room, added to its load. `waiting` has their cohorts: lower ones go first."""
+    """Returns the requests to send to each shard now, and adds them to its load. The rest keeps waiting.
+
+    `waiting` has the cohort of each request; lower cohorts are sent first.
+    """
     sent: list[list[int]] = [[] for _ in shards]
     for request in sorted(waiting, key=waiting.__getitem__):
         index = max(range(len(shards)), key=lambda index: shards[index].free)
@@ -338,7 +341,10 @@ class QuantumSize:
     left_s: dict[int, float] = field(default_factory=dict)
 
     def record(self, engine_steps: Sequence[int], busy_s: Sequence[float], overhead_s: float) -> None:
-        """Records a quantum: for each shard its steps (0 if its requests ended early) and its seconds, and the overhead."""
+        """Records a quantum: for each shard the steps made and the seconds its engine computed, and the overhead.
+
+        Pass 0 steps for a shard whose requests ended early: its few steps bear all the fixed cost.
+        """
         for shard, (steps, seconds) in enumerate(zip(engine_steps, busy_s, strict=True)):
             if steps > 0 and seconds > 0:
                 self.step_s[shard] = _smooth(self.step_s.get(shard), seconds / steps)

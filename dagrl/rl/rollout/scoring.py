@@ -38,9 +38,10 @@ ZERO_VARIANCE, FAILED = "zero_variance", "failed"
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group's samples with their rewards, and with their values [n] after shaping.
+    """A group's samples with their rewards. `values` [n] are the rewards after shaping.
 
-    Those that are not `valid` [n] have no reward or no answer of the environment, and are not trained on.
+    `valid` [n] is False for samples that the reward excludes, or that it or the environment failed for; they are not trained
+    on.
     """
 
     group: RolloutGroup

@@ -194,7 +194,9 @@ class EnvironmentTurns:
         episode.finish_reason = FAILED
 
     def _tokens(self, episode: Episode, reply: str | list[dict[str, Any]], room: int) -> tuple[list[int], IntArray | None]:
-        """Returns the tokens of a reply, without some of those beyond `room`, and the images that they stand for."""
+        """Returns the tokens of a reply to the last turn, and the images that they stand for. If they are more than there is
+        `room` for, some are left out.
+        """
         turn, prompt = episode.tokens[episode.turn_start :].tolist(), episode.prompt
         before = [*_conversation(episode, [""] * episode.turns), {"role": "assistant"}]
         episode.replies.append(reply)

@@ -43,14 +43,18 @@ class RunView:
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError if the directory is not a run's."""
         if not (directory / "config.yaml").is_file():
-            raise ConfigError(f"{directory} is not the directory of a run, which has a config.yaml; name one")
+            raise ConfigError(
+                f"{directory} is not the directory of a run: it has no config.yaml; name one, such as runs/my_run"
+            )
         self.directory, self._rollouts = directory, directory / "rollouts"
         self._summaries: dict[Path, tuple[int, list[Summary]]] = {}
         self._lock = threading.Lock()
         try:
             self.about()
         except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{directory}/config.yaml is not what a run saves ({error!r}); put it back") from error
+            raise ConfigError(
+                f"{directory / 'config.yaml'} is not what a run saves ({error!r}); put it back, or name another run"
+            ) from error
 
     def about(self) -> Summary:
         """Returns the run's name, algorithm, model and number of steps."""
@@ -67,7 +71,10 @@ class RunView:
         }
 
     def metrics(self, after: int = 0) -> Summary:
-        """Returns the lines of `metrics.jsonl` from a byte on, or all if a resumed run shortened it, and where they end."""
+        """Returns the lines of `metrics.jsonl` from byte `after` on, and where the next ones begin.
+
+        `after` 0 is returned with all lines if the file became shorter, because a resumed run dropped some.
+        """
         path = self.directory / "metrics.jsonl"
         if not path.exists():
             return {"after": 0, "next": 0, "lines": []}

@@ -44,7 +44,10 @@ def page(data: dict[str, Any] | None = None) -> str:
 
 
 def exported_page(runs: Sequence[RunView], most_samples: int) -> str:
-    """Returns a page that needs no server: all curves and lines, and conversations: KL outliers, others over all rewards."""
+    """Returns a page that needs no server: all curves, all lines of samples, and at most `most_samples` conversations a run.
+
+    Of each step these are the KL outliers, and others spread evenly over the rewards.
+    """
     exported = []
     for run in runs:
         steps = run.steps()
