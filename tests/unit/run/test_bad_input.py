@@ -93,6 +93,7 @@ WORDS = {
     "PACKING": "policy.sequence_packing",
     "TEMPLATE": "policy.tokenizer.chat_template",
     "EXACT": "dagrl.rl.rewards:exact_match",
+    "AGENT": "environment.agent=tests.integration.agent_task:adds_twice",
     "STRANGE": f"{__name__}:strange; data.task_args",
     "MIXTURE": MIXTURE,
     "OWN": "policy.worker=dagrl.examples.hf_worker:HfWorker",
@@ -130,11 +131,9 @@ policy.optimizer.min_lr=2e-3 -> policy.optimizer.min_lr is 0.002, above lr 1e-06
 data.path=null; data.path.0=1 -> data.path (command line): found {'0': 1}
 seed -> 'seed' ... KEY=VALUE
 name.x=1 -> override 'name.x=1' ... expected: a section
-checkpointing.metric_name=validation/reward; data.val_fraction=0 ->
-    checkpointing.metric_name is 'validation/reward' ... nothing is held out ... data.val_fraction
+checkpointing.metric_name=validation/reward; data.val_fraction=0 -> THIS is 'validation/reward' ... nothing is held out
 policy.model_name=somewhere -> policy.model_name and policy.random_init: found both
-policy.generation.vllm_cfg.tensor_parallel_size=3 ->
-    generation workers: the model's 4 attention heads are not divisible by tensor_parallel_size 3
+GENERATION.vllm_cfg.tensor_parallel_size=3 -> generation workers: the model's 4 attention heads are not divisible by tensor
 MEGATRON.data_parallel_size=3 -> train_global_batch_size 16 ... data_parallel_size 3 ... change grpo.num_prompts_per_step, or
 grpo.num_prompts_per_step=3 -> = 12 samples ... train_global_batch_size 16
 MEGATRON.expert_model_parallel_size=3 -> ep 3 ... does not divide ... or 1 and 1 for a model without experts
@@ -142,8 +141,7 @@ MEGATRON.data_parallel_size=16 -> 17 workers, 16 train (dp16) + 1 generation (si
 cluster.num_cpus=1; policy.generation.vllm_cfg.data_parallel_size=8 -> 9 workers ... 1 CPU cores hold 8
 policy.random_init=null; policy.model_name=no/model -> policy.model_name ... 'no/model'
 GENERATION.max_new_tokens=14; sft.max_num_steps=0 -> room for 2 (the largest bucket less GENERATION.max_new_tokens 14)
-policy.generation.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop ->
-    room for 2 ... Raise policy.max_total_sequence_length, or shorten the data
+GENERATION.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop -> room for 2 ... Raise policy.max_total_sequence
 GENERATION.max_new_tokens=16 -> THIS is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
 policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens; lower policy.max_total_sequence_length
 policy.sequence_buckets=[8, 32] -> sequence_buckets has 32 ... length 16
@@ -153,13 +151,11 @@ policy.sequence_packing={enabled: true, shared_prefix: true}; MEGATRON.context_p
     shared_prefix is true for train workers ... context_parallel_size is 2 ... set it to 1
 policy.worker=here -> policy.worker: 'here' ... module:attribute
 policy.worker=no_such.module:Worker -> policy.worker: there is no module 'no_such'
-policy.worker=dagrl.workers.megatron:MegatronWorkr ->
-    policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr' ... did you mean 'MegatronWorker'
+policy.worker=dagrl.workers.megatron:MegatronWorkr -> THIS: module ... 'MegatronWorkr' ... did you mean 'MegatronWorker'
 policy.worker=dagrl.rl.rewards:exact_match -> policy.worker:  ... a class is expected
 FSDP; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no module 'no_such'
 FSDP; policy.random_init.hf_config.model_type=gpt9 -> model_type
-FSDP; FSDP_CFG.tensor_parallel_size=3; cluster.num_cpus=8 ->
-    num_attention_heads = 4, which policy.fsdp_cfg.tensor_parallel_size 3 does not divide
+FSDP; FSDP_CFG.tensor_parallel_size=3; cluster.num_cpus=8 -> heads = 4, which FSDP_CFG.tensor_parallel_size 3 does not
 FSDP; FSDP_CFG.attn_implementation=flash_attention_3 -> attn_implementation is flash_attention_3, ... ImportError
 FSDP; FSDP_CFG.attn_implementation=fast -> attn_implementation is fast, ... ValueError ... leave it out
 FSDP; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2} -> Qwen3ForCausalLM has no expert-parallel plan
@@ -173,8 +169,7 @@ OWN; MEGATRON.activation_checkpointing=true -> policy.megatron_cfg is set, but H
 policy.worker_args={a: 1} -> policy.worker_args is set, but MegatronWorker
 FSDP; FSDP_CFG={data_parallel_size: 2, data_parallel_replicas: 3} -> data_parallel_replicas is 3
 FSDP; FSDP_CFG.pipeline_parallel_size=2 -> policy.fsdp_cfg.pipeline_parallel_size ... unknown
-FSDP; MEGATRON.pipeline_model_parallel_size=2 ->
-    policy.megatron_cfg has pipeline_model_parallel_size, which policy.backend fsdp does not read
+FSDP; MEGATRON.pipeline_model_parallel_size=2 -> MEGATRON has pipeline_model_parallel_size, which policy.backend fsdp does
 FSDP; LORA.enabled=true; MIXTURE; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2}; cluster.num_cpus=4 ->
     policy.peft.enabled is true ... workers have no adapters next to expert parallelism
 reward.function=EXACT; reward.functions={a: {function: 'EXACT'}} ->
@@ -216,8 +211,7 @@ algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; 
     grpo ( ... num_generations_per_prompt is 1, but use_dynamic_sampling drops
 algorithm=ppo; policy.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
     policy.train_global_batch_size 8 is not divisible by data_parallel_size 3 of the critic workers
-algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 ->
-    critic workers: layout ... 4 attention heads are not divisible by tp 3
+algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 -> critic workers: layout ... 4 attention heads are not
 algorithm=ppo; policy.worker=dagrl.workers.megatron:MegatronValueWorker; policy.peft.enabled=true ->
     train workers:  ... peft.enabled is true, but adapters alone would leave
 algorithm=ppo; critic.model_name=no/such/critic -> critic.model_name ... 'no/such/critic' is not a directory
@@ -225,10 +219,8 @@ algorithm=sft; models.teacher.model_name=a -> models.teacher is set, but algorit
 models.tutor.model_name=a -> models.tutor is set, but no phase of the run has a Shard named 'tutor'
 models.train.model_name=a -> models (command line) ... names of roles, which 'train' cannot be
 models.teacher.model_name=no/such/teacher -> models.teacher.model_name ... 'no/such/teacher' is not a directory
-loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 ->
-    loss_fn.force_on_policy_ratio is true ... several optimizer steps ... Set policy.train_global_batch_size=
-policy.generation.colocated.enabled=true; policy.reference_weights=device ->
-    policy.reference_weights is 'device' ... set policy.reference_weights to host
+loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 -> THIS is true ... several optimizer steps ... Set
+GENERATION.colocated.enabled=true; policy.reference_weights=device -> policy.reference_weights is 'device' ... to host
 policy.generation.vllm_kwargs={enforce_eager: true} -> vllm_kwargs sets enforce_eager ... vllm_cfg
 policy.generation.vllm_kwargs={speculative_config: {method: ngram}} -> vllm_kwargs sets speculative_config
 cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 -> THIS is 0.5 ... 2 train workers ... set it to 1
@@ -245,15 +237,11 @@ environment.tools=['my_tools:search'] -> environment.tools: there is no module
 environment.function=my_task:answer -> environment.function ... my_task
 environment.agent=my_agent:solve -> environment.agent: there is no module
 environment.agent=HERE:half -> environment.agent: too many positional ... half takes number, and is given example, endpoint
-environment.agent=tests.integration.agent_task:adds_twice; environment.tools=['json:dumps'] ->
-    environment.agent is set, and so is environment.tools; leave one
-environment.agent=tests.integration.agent_task:adds_twice; policy.router_replay=true ->
-    policy.router_replay is true, but the experts of an agent's conversations
-environment.agent=tests.integration.agent_task:adds_twice; environment.max_conversations=2; algorithm=ppo ->
-    environment.max_conversations is 2, but the algorithm has a critic
+AGENT; environment.tools=['json:dumps'] -> environment.agent is set, and so is environment.tools; leave one
+AGENT; policy.router_replay=true -> policy.router_replay is true, but the experts of an agent's conversations
+AGENT; environment.max_conversations=2; algorithm=ppo -> environment.max_conversations is 2, but the algorithm has a critic
 policy.random_init.hf_config.model_type=gpt9 -> model_type
-policy.random_init.hf_config.initializer_range=abc ->
-    policy.random_init.hf_config: transformers cannot make ... 'initializer_range' expected float, got str
+policy.random_init.hf_config.initializer_range=abc -> policy.random_init.hf_config: ... 'initializer_range' expected float
 policy.random_init.tokenizer_characters="121" -> tokenizer_characters ... '1' more than once
 LORA={enabled: true, refit: adapters, dim: 600} -> dim is 600, but ... set LORA.refit=merged
 LORA={enabled: true, refit: adapters}; GENERATION.vllm_cfg.precision=fp8 -> vllm_cfg.precision is fp8 ... LORA.refit=merged
@@ -261,8 +249,7 @@ LORA={enabled: true, target_modules: [layers.0.mlp.experts.1.up_proj]}; MIXTURE 
     has 'layers.0.mlp.experts.1.up_proj', which no linear layer outside of experts is called
 LORA={enabled: true, refit: adapters}; MIXTURE -> kernels for experts on CPUs run in no model with LoRA; set it to merged
 seed=-1 -> seed (command line): found -1; expected: greater
-policy.tokenizer.chat_template=templates/chat.jinja ->
-    chat_template (command line): found 'templates/chat.jinja'; expected: Jinja text ... not the name of its file
+TEMPLATE=templates/chat.jinja -> THIS (command line): found 'templates/chat.jinja'; expected: Jinja text ... not the name
 data.split=test -> data.split is 'test' ... data.jsonl' has no splits ... leave it out
 name="a\0b" -> name (command line): found 'a\x00b' ... expected: a  ... name
 data.path="a\0b" -> data.path (command line): found 'a\x00b' ... expected: a  ... without null bytes
