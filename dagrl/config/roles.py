@@ -6,7 +6,7 @@ configuration in which `policy` has theirs (`role_config`), so one worker class 
 
 from dagrl.config.megatron import MegatronConfig
 from dagrl.config.models import CriticConfig, FrozenModelConfig
-from dagrl.config.policy import OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
+from dagrl.config.policy import OptimizerConfig, PeftConfig, SchedulerConfig
 from dagrl.config.run import CRITIC as CRITIC, GENERATION as GENERATION, TRAIN as TRAIN, Config
 
 TEACHER = "teacher"
@@ -24,13 +24,10 @@ def section_key(role: str) -> str:
 
 
 def role_config(config: Config, role: str) -> Config:
-    """Returns the configuration that the workers of `role` get."""
-    section = model_section(config, role)
-    return config if section is None else config.with_keys({"policy": _policy_of(section, config.policy)})
-
-
-def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) -> PolicyConfig:
-    """Returns the section `policy` with the model, layout and batches of `section`; open keys keep the policy's values."""
+    """Returns the configuration that the workers of `role` get; what its section does not set is as for the policy."""
+    section, policy = model_section(config, role), config.policy
+    if section is None:
+        return config
     update: dict[str, object] = {
         "worker": section.worker,
         "backend": section.backend,
@@ -45,4 +42,4 @@ def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) 
         update |= {"model_name": section.model_name, "random_init": None}
     if isinstance(section, CriticConfig):
         update["optimizer"] = policy.optimizer.with_keys({**dict(section.optimizer), "min_lr": 0.0})
-    return policy.model_copy(update=update)
+    return config.with_keys({"policy": policy.model_copy(update=update)})
