@@ -48,12 +48,6 @@ class RefitRounds:
         """
         self.addresses.forget()
         self._rounds: list[RefitRound] = []
-        self._rounds = self._bound(plan)
-        names = [*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]
-        self.addresses = Addresses(self._tensors, names)
-        self.device = next((self._tensors[name].device for name in names), None)
-
-    def _bound(self, plan: RankPlan) -> list[RefitRound]:
         rounds: dict[int, RefitRound] = {}
         for bucket in plan.sends:
             rounds.setdefault(bucket.round, RefitRound(bucket.round)).send = BucketMemory(bucket, self._tensors, "source")
@@ -68,7 +62,10 @@ class RefitRounds:
         overlaps = self._channel.spec.kind == "nccl"  # messages are kernels that run while others pack and unpack
         for memory in (*sends[:1], *receives[-1:]) if overlaps else (*sends, *receives):
             memory.alone = True
-        return ordered
+        self._rounds = ordered
+        names = [*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]
+        self.addresses = Addresses(self._tensors, names)
+        self.device = next((self._tensors[name].device for name in names), None)
 
     @property
     def sends(self) -> list[BucketMemory]:
