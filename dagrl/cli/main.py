@@ -259,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     certify = command("certify", _certify, "execute golden runs again in this environment, and name what differs")
     add = certify.add_argument
     add("golden", metavar="GOLDEN", nargs="*", type=Path, help="directories of golden runs (default: those of dagrl)")
-    add("--record", metavar="CONFIG", help="record the first steps of CONFIG, with overrides, as the run GOLDEN")
+    add("--record", metavar="CONFIG", help="record the first steps of each stage of CONFIG, with overrides, as GOLDEN")
     add("--steps", metavar="N", type=count, default=3, help="steps of each stage to record (default: 3)")
     add("--measure", action="store_true", help="set the bounds of GOLDEN by what differs here, where nothing is wrong")
     add("--json", metavar="F", type=Path, help="write the certificates to F")
@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to serve at (default: this machine only)")
     add("--port", type=whole, default=8365, help="port to serve at (default: 8365; 0: any free one)")
     add("--export", metavar="F", type=Path, help="write one HTML file that needs no server, and exit")
-    add("--samples", metavar="N", type=whole, default=1000, help="conversations of a run in F (default: 1000)")
+    add("--samples", metavar="N", type=whole, default=1000, help="conversations in the exported file (default: 1000)")
 
     bench = commands.add_parser(
         "bench",

@@ -62,6 +62,11 @@ def burst_steps(config: Config, *, gpus: bool) -> int:
     return generation.vllm_cfg.num_scheduler_steps or (GPU_BURST_STEPS if gpus else 1)
 
 
+def recomputes_kv_cache(config: Config) -> bool:
+    """Returns whether running requests have their KV cache recomputed after a weight update."""
+    return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+
+
 def phase_path(config: Config, name: str) -> str:
     """Returns the import path of a phase that the loops replay: `phases.<name>`, the shipped one, or `name` itself.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
-from dagrl.config.settings import burst_steps, sends_adapters
+from dagrl.config.settings import burst_steps, recomputes_kv_cache, sends_adapters
 from dagrl.data.media import MEDIA, MediaStore
 from dagrl.errors import ConfigError, RunError, error_text
 from dagrl.refit import RankPlan, RefitReport, commit_together, merge_reports
@@ -309,8 +309,7 @@ class VllmWorker:
         if in_warmup():
             engine.reset_prefix_cache()
         else:
-            recompute = self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-            engine.set_version(version, recompute=recompute)
+            engine.set_version(version, recompute=recomputes_kv_cache(self.config))
             self.version = version
         self._torn = None
 
