@@ -203,9 +203,9 @@ def _start(
     try:
         with nullcontext() if group is None else group.joined(), lean_node():
             ray.init(**_arguments(config, store_bytes), runtime_env={"env_vars": {**QUIET, **environment}})
-    except BaseException as error:  # Ray raises plain exceptions here
+    except BaseException as error:
         _end(group, teardown_s)
-        if config.address or not again or SLOW_NODE not in str(error):
+        if config.address or not again or SLOW_NODE not in str(error):  # Ray raises plain exceptions
             raise
         logger.warning("Ray's node did not answer within the 30 s that Ray gives it; starting another")
         return _start(config, environment, store_bytes, teardown_s, again=False)

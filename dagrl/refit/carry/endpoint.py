@@ -37,7 +37,7 @@ class RefitRounds:
 
     def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel) -> None:
         self._tensors, self._channel = tensors, channel
-        self.addresses = Addresses({}, ())
+        self._addresses = Addresses({}, ())
         self.bind(plan)
 
     def bind(self, plan: RankPlan) -> None:
@@ -46,7 +46,7 @@ class RefitRounds:
         Frees the earlier staging memory first, so that there is never twice as much. Uploads tables to GPUs, which waits on
         the host for the current stream. Raises RefitPlanError if tensors or dtypes do not fit the plan.
         """
-        self.addresses.forget()
+        self._addresses.forget()
         self._rounds: list[RefitRound] = []
         rounds: dict[int, RefitRound] = {}
         for bucket in plan.sends:
@@ -64,7 +64,7 @@ class RefitRounds:
             memory.alone = True
         self._rounds = ordered
         names = [*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]
-        self.addresses = Addresses(self._tensors, names)
+        self._addresses = Addresses(self._tensors, names)
         self.device = next((self._tensors[name].device for name in names), None)
 
     @property
@@ -76,6 +76,11 @@ class RefitRounds:
     def receives(self) -> list[BucketMemory]:
         """The buckets to receive, in order."""
         return [round_.receive for round_ in self._rounds if round_.receive is not None]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor has new memory, so that the bound memory must not be used."""
+        return self._addresses.moved
 
     def run(self, packed: BucketCallback, received: BucketCallback) -> None:
         """Sends and receives all buckets. Calls `packed` with each bucket before it is sent, `received` to unpack each."""
@@ -188,7 +193,7 @@ class _Endpoint:
     def _run(self, version: int) -> RefitReport:
         """Sends and receives everything, and verifies it if the plan says so."""
         start = time.perf_counter()
-        if self.rounds.addresses.moved or self._mapped.addresses.moved:  # views and tables would use freed memory
+        if self.rounds.moved or self._mapped.moved:  # views and tables would use freed memory
             self._mapped.bind()  # before any message: it may reject tensors, and uploads would wait for messages
             self.rounds.bind(self._mapped.rest)
             self._prepare()

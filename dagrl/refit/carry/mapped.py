@@ -30,7 +30,7 @@ class MappedMoves:
         self._ipc = channel if isinstance(channel, IpcChannel) else None
         self._sends = [bucket for bucket in plan.sends if bucket.mapped and self._ipc and lends]
         self._receives = [bucket for bucket in plan.receives if bucket.mapped and self._ipc]
-        self.addresses, self._lends = Addresses({}, ()), lends
+        self._addresses, self._lends = Addresses({}, ()), lends
         self._done = torch.zeros(1, dtype=torch.int64)
         self.bind()
 
@@ -46,15 +46,20 @@ class MappedMoves:
         )
         return replace(self._plan, sends=sends, receives=receives)
 
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor has new memory, so that `bind` must be called."""
+        return self._addresses.moved
+
     def bind(self) -> None:
         """Lends the tensors where they are now. A sender that cannot has no buckets any more."""
-        self.addresses.forget()
+        self._addresses.forget()
         sides: list[tuple[list[TransferBucket], MoveSide]] = [(self._sends, "source"), (self._receives, "target")]
         for buckets, side in sides:
             for move in (move for bucket in buckets for move in bucket.moves):
                 live_views(move, self._tensors, side)
                 live_scales(move, self._tensors, side)
-        self.addresses = Addresses(self._tensors, [name for some, side in sides for name in moved_tensors(some, side)])
+        self._addresses = Addresses(self._tensors, [name for some, side in sides for name in moved_tensors(some, side)])
         self._copies: dict[int, tuple[object, BatchedCopy]] = {}
         self.lent = 0
         """The number of the loan that this rank's receivers borrow; 0: nothing is lent."""
@@ -66,7 +71,7 @@ class MappedMoves:
     def reclaim(self) -> None:
         """Returns when no receiver maps the tensors. They are lent again even if new memory has the same addresses."""
         if self._lends and self._ipc is not None:
-            self.addresses.forget()
+            self._addresses.forget()
             self._ipc.reclaim()
 
     def start(self) -> None:
