@@ -24,7 +24,7 @@ REWARDS = {"math": "dagrl.rl.rewards:math_answer", "exact": "dagrl.rl.rewards:ex
 
 QUESTIONS = {
     "model": "Model: a directory, or an id on the Hugging Face Hub [Qwen/Qwen3-0.6B]: ",
-    "data": "Data: a JSONL file, a dataset on disk, or one on the Hub such as openai/gsm8k: ",
+    "data": "Data: a JSONL, JSON, CSV or Parquet file, or a dataset on disk or on the Hub such as openai/gsm8k: ",
     "reward": "Reward: math, exact, your own such as my_task:reward; empty for SFT on the responses: ",
 }
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
@@ -47,7 +47,7 @@ def ask(model: str | None, data: str | None, reward: str | None) -> Answers:
         raise ConfigError(f"standard input is not a terminal; pass {', '.join(missing)} (--reward '' for SFT)")
     answers = {name: input(QUESTIONS[name]).strip() if value is None else value for name, value in given.items()}
     if not answers["data"]:
-        raise ConfigError("a run needs data: a JSONL file, a dataset on disk, or one on the Hub")
+        raise ConfigError("a run needs data: a JSONL, JSON, CSV or Parquet file, or a dataset on disk or on the Hub")
     reward = REWARDS.get(answers["reward"], answers["reward"])
     if reward and ":" not in reward:
         raise ConfigError(
@@ -63,7 +63,7 @@ def check_answers(answers: Answers) -> list[str]:
     """
     unknown = [
         _check_there(answers.model, "model", "a Hugging Face directory, or an id on the Hub such as Qwen/Qwen3-0.6B"),
-        _check_there(answers.data, "data", "a JSONL file, a dataset on disk, or one on the Hub such as openai/gsm8k"),
+        _check_there(answers.data, "data", "a data file, a dataset on disk, or one on the Hub such as openai/gsm8k"),
     ]
     if answers.reward:
         load_callable(answers.reward, "reward")

@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
 
     init = command("init", _init, "write a commented configuration from three answers")
     init.add_argument("--model", help="a directory, or an id on the Hugging Face Hub")
-    init.add_argument("--data", help="a JSONL file, a dataset on disk, or one on the Hub")
+    init.add_argument("--data", help="a JSONL, JSON, CSV or Parquet file, or a dataset on disk or on the Hub")
     init.add_argument("--reward", help="math, exact, or an import path such as my_task:reward; '' for SFT")
     init.add_argument("-o", "--output", metavar="F", type=Path, default=Path("my_run.yaml"), help="default: my_run.yaml")
 

@@ -392,6 +392,11 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
     if room is not None and new > room // 2 and derived.open(f"{ROLLOUT}.max_new_tokens"):
         new = max(1, room // 2)
         derived.set(f"{ROLLOUT}.max_new_tokens", new, f"half of the {room} tokens that the model has room for")
+    if room is not None and new >= room:
+        raise ConfigError(
+            f"policy.generation.max_new_tokens is {new}, but model and engine have {room} positions: no room for a prompt. "
+            "Lower it"
+        )
     needs = [max(map(len, rows), default=0), max((len(prompt) + new for prompt in prompts), default=0)]
     width = math.ceil(max(needs) / ROUND) * ROUND
     shortest = width if room is None else room

@@ -149,7 +149,8 @@ class WorkerGroup:
         `replay` comes before it, and one that is sent after `result()` comes after it. `health_group` names one of the
         actors' concurrency groups, which nothing else uses. Without it, the actors report what they run, and abort their
         collectives after a peer's failure, only while their default group is free. An actor may be in several groups,
-        one for each of its roles; each phase finds its group by the role's name.
+        one for each of its roles; each phase finds its group by the role's name. `call_timeout_s` limits each plain call
+        of all workers. The first waits here until the actors are constructed: raise it if they load a model.
         """
         if len(handles) != layout.world_size:
             raise LayoutError(
@@ -164,7 +165,7 @@ class WorkerGroup:
             for name, parameters in handles[0]._ray_method_signatures.items()
             if not name.startswith("__")
         }
-        deadline = Deadline(call_timeout_s, "call_timeout_s")
+        deadline = Deadline(call_timeout_s, "call_timeout_s of WorkerGroup.from_actors")
         group = cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
         if health_group is not None and group.reports(call_timeout_s, [0])[0] is DIED:  # Ray ends actors without that group
             raise WorkerError(

@@ -67,7 +67,7 @@ def test_every_key_in_a_comment_exists(reward: str, kind: str, section: str, tmp
         (["--model", "m", "--data", "there.yaml", "--reward", ""], "model: there is no 'm' (relative to "),
         (["--model", "no/model", "--data", "there.yaml", "--reward", ""], "model: there is no 'no/model'"),
         (["--model", ".", "--data", "no/data", "--reward", ""], "data: there is no 'no/data'"),
-        (["--model", ".", "--data", "data/no.jsonl", "--reward", ""], "expected: a JSONL file, a dataset on disk"),
+        (["--model", ".", "--data", "data/no.jsonl", "--reward", ""], "expected: a data file, a dataset on disk"),
         (["--model", ".", "--data", "there.yaml", "--reward", "no_task:reward"], "reward: there is no module 'no_task'"),
     ],
 )

@@ -82,9 +82,11 @@ MIXTURE = (
     "num_experts_per_tok: 2, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
     "head_dim: 16, vocab_size: 64, max_position_embeddings: 256}"
 )
+INIT = "random_init: " + json.dumps(configuration("")["policy"]["random_init"])  # its lengths follow from the data
 MEGATRON = "policy.megatron_cfg"
 WORDS = {
     "HERE": __name__,
+    "INIT": INIT,
     "GRAPHS": f"{MEGATRON}.cuda_graphs=true",
     "MEGATRON": MEGATRON,
     "DDP": f"{MEGATRON}.distributed_data_parallel_config",
@@ -143,6 +145,7 @@ policy.random_init=null; policy.model_name=no/model -> policy.model_name ... 'no
 GENERATION.max_new_tokens=14; sft.max_num_steps=0 -> room for 2 (the largest bucket less GENERATION.max_new_tokens 14)
 GENERATION.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop -> room for 2 ... Raise policy.max_total_sequence
 GENERATION.max_new_tokens=16 -> THIS is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
+policy={INIT, generation: {max_new_tokens: 64}} -> max_new_tokens is 64 ... have 64 positions: no room for a prompt. Lower it
 policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens; lower policy.max_total_sequence_length
 policy.sequence_buckets=[8, 32] -> sequence_buckets has 32 ... length 16
 PACKING.enabled=true; PACKING.train_mb_tokens=12 -> train_mb_tokens is 12 ... largest bucket of 16 tokens ... set it to 16
@@ -488,7 +491,6 @@ def test_invalid_model_files(command: str, file: str, content: str, found: str, 
     assert f"policy.model_name: {model / file} {found}" in errors and "Traceback" not in errors
 
 
-INIT = "random_init: " + json.dumps(configuration("")["policy"]["random_init"])  # its lengths follow from the data
 OPEN = "generation: {vllm_cfg: {max_model_len: 40}}, sequence_packing: {enabled: true, train_mb_tokens: 48}"
 
 
