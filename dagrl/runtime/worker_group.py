@@ -166,7 +166,10 @@ class WorkerGroup:
             if not name.startswith("__")
         }
         deadline = Deadline(call_timeout_s, "call_timeout_s of WorkerGroup.from_actors")
-        group = cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
+        try:
+            group = cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
+        except DeadlineError as late:
+            raise DeadlineError(f"{late}. Ray starts an actor once the CPUs and GPUs that it asks for are free") from None
         if health_group is not None and group.reports(call_timeout_s, [0])[0] is DIED:  # Ray ends actors without that group
             raise WorkerError(
                 (group.failure(0, "died", "report", f"it was called in the concurrency group {health_group!r}"),),
