@@ -70,7 +70,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
         return begin(self, groups, step)
 
     def exported(self: WorkerEngines, version: int) -> ReplayedRefit:
-        self._replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
+        self.replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
         return update(self, version)
 
     monkeypatch.setattr(PolicyTrainer, "begin", watched)
