@@ -11,9 +11,11 @@ not learned. Errors name the file and the line or row.
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -258,8 +260,11 @@ def _rows_of(path: Path, name: str) -> Iterator[tuple[bytes | Json, str]]:
     """Yields each row of a file and its source: lines of JSON as bytes, and the objects of a JSON list or a CSV file."""
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read the data file {name!r} (in {Path.cwd()}): {error.strerror}") from error
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the data file {name!r} (in {Path.cwd()}): {reason}") from error
     if not content.strip():
         raise DataError(f"the data file {name!r} is empty; expected: one JSON object per line")
     kinds = set(Path(name).suffixes)

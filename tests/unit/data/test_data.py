@@ -362,10 +362,20 @@ def test_values_of_files_are_as_written(name: str, tmp_path: Path) -> None:
                 writer = csv.DictWriter(file, list(row), delimiter="\t" if name.endswith("tsv") else ",")
                 writer.writeheader()
                 writer.writerows(rows)
-    for path in (tmp_path / "data", *([] if name.endswith(".gz") else [tmp_path / name])):
+    for path in (tmp_path / "data", tmp_path / name):
         examples = load_splits(DataConfig(path=str(path), val_fraction=0)).train
         assert [dict(example.columns) for example in examples] == rows
         assert [example.response for example in examples] == ["007", "2024-01-06"]
+    if name.endswith(".gz"):
+        content, bad = (tmp_path / name).read_bytes(), b"\xff" * 99
+        for broken, reason in (
+            (content[:-9], "ended before"),
+            (b"{}", "Not a gzipped"),
+            (gzip.compress(b"")[:10] + bad, "Error -3"),
+        ):
+            (tmp_path / name).write_bytes(broken)
+            with pytest.raises(DataError, match=f"cannot read the data file .*{name}.*: .*{reason}"):
+                load_splits(DataConfig(path=str(tmp_path / name)))
 
 
 def test_paths_that_may_have_splits(tmp_path: Path) -> None:
