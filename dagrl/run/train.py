@@ -5,7 +5,7 @@ train(config)                        # one attempt: a session (`dagrl.run.start`
 """
 
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 from dagrl.config import Config
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
@@ -33,8 +33,14 @@ def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None
         logger.info("%s", ended)
 
 
-def run_with_restarts(run: Callable[..., object], config: Config, server: Server | None = None) -> None:
-    """Calls `run(config, fleet=...)`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray
+class Run(Protocol):
+    """Runs the steps that are left with the workers of `fleet`, which may be those of a run that failed."""
+
+    def __call__(self, config: Config, *, fleet: Fleet) -> None: ...
+
+
+def run_with_restarts(run: Run, config: Config, server: Server | None = None) -> None:
+    """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray
     ended, up to `max_restarts` times (`on_failure: restart`), with the workers of the fleet that can go on.
 
     `server` may import already what workers need. Ray stays alive between two calls, unless it is broken. Raises the last
