@@ -367,12 +367,8 @@ def test_values_of_files_are_as_written(name: str, tmp_path: Path) -> None:
         assert [dict(example.columns) for example in examples] == rows
         assert [example.response for example in examples] == ["007", "2024-01-06"]
     if name.endswith(".gz"):
-        content, bad = (tmp_path / name).read_bytes(), b"\xff" * 99
-        for broken, reason in (
-            (content[:-9], "ended before"),
-            (b"{}", "Not a gzipped"),
-            (gzip.compress(b"")[:10] + bad, "Error -3"),
-        ):
+        content, bad = (tmp_path / name).read_bytes(), gzip.compress(b"")[:10] + b"\xff" * 99
+        for reason, broken in {"ended before": content[:-9], "Not a gzipped": b"{}", "Error -3": bad}.items():
             (tmp_path / name).write_bytes(broken)
             with pytest.raises(DataError, match=f"cannot read the data file .*{name}.*: .*{reason}"):
                 load_splits(DataConfig(path=str(tmp_path / name)))

@@ -91,12 +91,6 @@ WORDS = {
     "MEGATRON": MEGATRON,
     "DDP": f"{MEGATRON}.distributed_data_parallel_config",
     "LORA": "policy.peft",
-    "GENERATION": "policy.generation",
-    "PACKING": "policy.sequence_packing",
-    "TEMPLATE": "policy.tokenizer.chat_template",
-    "EXACT": "dagrl.rl.rewards:exact_match",
-    "AGENT": "environment.agent=tests.integration.agent_task:adds_twice",
-    "STRANGE": f"{__name__}:strange; data.task_args",
     "MIXTURE": MIXTURE,
     "OWN": "policy.worker=dagrl.examples.hf_worker:HfWorker",
     "FSDP_CFG": "policy.fsdp_cfg",
@@ -106,11 +100,10 @@ WORDS = {
 
 
 def rows(table: str) -> list[tuple[str, str]]:
-    """Returns what is left and right of each arrow, where THIS is the first key. A row may go on in an indented line."""
+    """Returns what is left and right of each arrow. A row may go on in an indented line."""
     pattern = re.compile(rf"\b({'|'.join(WORDS)})\b")
     lines = pattern.sub(lambda word: WORDS[word[0]], table.strip().replace("\n    ", " ")).splitlines()
-    sides = (line.partition(" -> ") for line in lines)
-    return [(left, right.replace("THIS", left.partition("=")[0])) for left, _, right in sides]
+    return [(left, right) for left, _, right in (line.partition(" -> ") for line in lines)]
 
 
 OVERRIDES = r"""
@@ -122,43 +115,55 @@ seed=many -> seed (command line) ... found 'many' ... integer
 grpo.max_num_steps=true -> grpo.max_num_steps (command line): found True; expected: a number
 grpo.max_num_steps=99999999999999999999999 -> grpo.max_num_steps (command line) ... expected: an integer below 2**63
 policy.peft.enabled=true; policy.peft.dim=0 -> policy.peft.dim (command line) ... found 0 ... greater than 0
-LORA={enabled: true, target_modules: [linear_qkv]} -> LORA.target_modules has 'linear_qkv' ... expected q_proj, k_proj
+policy.peft={enabled: true, target_modules: [linear_qkv]} ->
+    policy.peft.target_modules has 'linear_qkv' ... expected q_proj, k_proj
 policy.peft={enabled: true, target_modules: [q_proj, layers.2.mlp.up_proj]} ->
     has 'layers.2.mlp.up_proj' ... or the end of a longer name such as 'model.layers.0.self_attn.q_proj'
 policy.peft={enabled: true, adapter_path: nowhere} ->
     cannot read ... adapter_config.json ... policy.peft.adapter_path must be a directory that PEFT or dagrl wrote
 seed=4294967296 -> seed (command line) ... expected: less than 4294967296
-policy.scheduler.lr_warmup_init=1; sft.lr=2 -> THIS is 1, above policy.optimizer.lr 1e-06 ... or less
+policy.scheduler.lr_warmup_init=1; sft.lr=2 ->
+    policy.scheduler.lr_warmup_init is 1, above policy.optimizer.lr 1e-06 ... or less
 policy.optimizer.min_lr=2e-3 -> policy.optimizer.min_lr is 0.002, above lr 1e-06 ... or less
 data.path=null; data.path.0=1 -> data.path (command line): found {'0': 1}
 seed -> 'seed' ... KEY=VALUE
 name.x=1 -> override 'name.x=1' ... expected: a section
-checkpointing.metric_name=validation/reward; data.val_fraction=0 -> THIS is 'validation/reward' ... nothing is held out
+checkpointing.metric_name=validation/reward; data.val_fraction=0 ->
+    checkpointing.metric_name is 'validation/reward' ... nothing is held out ... data.val_fraction
 policy.model_name=somewhere -> policy.model_name and policy.random_init: found both
-GENERATION.vllm_cfg.tensor_parallel_size=3 -> generation workers: the model's 4 attention heads are not divisible by tensor
-MEGATRON.data_parallel_size=3 -> train_global_batch_size 16 ... data_parallel_size 3 ... change grpo.num_prompts_per_step, or
+policy.generation.vllm_cfg.tensor_parallel_size=3 ->
+    generation workers: the model's 4 attention heads are not divisible by tensor_parallel_size 3
+MEGATRON.data_parallel_size=3 ->
+    train_global_batch_size 16 ... data_parallel_size 3 ... change grpo.num_prompts_per_step, or change
 grpo.num_prompts_per_step=3 -> = 12 samples ... train_global_batch_size 16
 MEGATRON.expert_model_parallel_size=3 -> ep 3 ... does not divide ... or 1 and 1 for a model without experts
 MEGATRON.data_parallel_size=16 -> 17 workers, 16 train (dp16) + 1 generation (single) ... 2 CPU cores hold 16
 cluster.num_cpus=1; policy.generation.vllm_cfg.data_parallel_size=8 -> 9 workers ... 1 CPU cores hold 8
 policy.random_init=null; policy.model_name=no/model -> policy.model_name ... 'no/model'
-GENERATION.max_new_tokens=14; sft.max_num_steps=0 -> room for 2 (the largest bucket less GENERATION.max_new_tokens 14)
-GENERATION.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop -> room for 2 ... Raise policy.max_total_sequence
-GENERATION.max_new_tokens=16 -> THIS is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
+policy.generation.max_new_tokens=14; sft.max_num_steps=0 ->
+    room for 2 (the largest bucket less policy.generation.max_new_tokens 14)
+policy.generation.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop ->
+    room for 2 ... Raise policy.max_total_sequence_length, or shorten the data
+policy.generation.max_new_tokens=16 ->
+    policy.generation.max_new_tokens is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
 policy={INIT, generation: {max_new_tokens: 64}} -> max_new_tokens is 64 ... have 64 positions: no room for a prompt. Lower it
 policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens; lower policy.max_total_sequence_length
 policy.sequence_buckets=[8, 32] -> sequence_buckets has 32 ... length 16
-PACKING.enabled=true; PACKING.train_mb_tokens=12 -> train_mb_tokens is 12 ... largest bucket of 16 tokens ... set it to 16
-PACKING.shared_prefix=true -> true for train workers ... enabled is false; set it to true, or set shared_prefix=auto
+policy.sequence_packing.enabled=true; policy.sequence_packing.train_mb_tokens=12 ->
+    policy.sequence_packing.train_mb_tokens is 12 ... largest bucket of 16 tokens ... set it to 16 or more
+policy.sequence_packing.shared_prefix=true ->
+    shared_prefix is true for train workers ... enabled is false; set it to true, or set shared_prefix=auto
 policy.sequence_packing={enabled: true, shared_prefix: true}; MEGATRON.context_parallel_size=2 ->
     shared_prefix is true for train workers ... context_parallel_size is 2 ... set it to 1
 policy.worker=here -> policy.worker: 'here' ... module:attribute
 policy.worker=no_such.module:Worker -> policy.worker: there is no module 'no_such'
-policy.worker=dagrl.workers.megatron:MegatronWorkr -> THIS: module ... 'MegatronWorkr' ... did you mean 'MegatronWorker'
+policy.worker=dagrl.workers.megatron:MegatronWorkr ->
+    policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr' ... did you mean 'MegatronWorker'
 policy.worker=dagrl.rl.rewards:exact_match -> policy.worker:  ... a class is expected
 FSDP; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no module 'no_such'
 FSDP; policy.random_init.hf_config.model_type=gpt9 -> model_type
-FSDP; FSDP_CFG.tensor_parallel_size=3; cluster.num_cpus=8 -> heads = 4, which FSDP_CFG.tensor_parallel_size 3 does not
+FSDP; FSDP_CFG.tensor_parallel_size=3; cluster.num_cpus=8 ->
+    num_attention_heads = 4, which policy.fsdp_cfg.tensor_parallel_size 3 does not divide
 FSDP; FSDP_CFG.attn_implementation=flash_attention_3 -> attn_implementation is flash_attention_3, ... ImportError
 FSDP; FSDP_CFG.attn_implementation=fast -> attn_implementation is fast, ... ValueError ... leave it out
 FSDP; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2} -> Qwen3ForCausalLM has no expert-parallel plan
@@ -172,49 +177,65 @@ OWN; MEGATRON.activation_checkpointing=true -> policy.megatron_cfg is set, but H
 policy.worker_args={a: 1} -> policy.worker_args is set, but MegatronWorker
 FSDP; FSDP_CFG={data_parallel_size: 2, data_parallel_replicas: 3} -> data_parallel_replicas is 3
 FSDP; FSDP_CFG.pipeline_parallel_size=2 -> policy.fsdp_cfg.pipeline_parallel_size ... unknown
-FSDP; MEGATRON.pipeline_model_parallel_size=2 -> MEGATRON has pipeline_model_parallel_size, which policy.backend fsdp does
+FSDP; MEGATRON.pipeline_model_parallel_size=2 ->
+    policy.megatron_cfg has pipeline_model_parallel_size, which policy.backend fsdp does not read
 FSDP; LORA.enabled=true; MIXTURE; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2}; cluster.num_cpus=4 ->
     policy.peft.enabled is true ... workers have no adapters next to expert parallelism
-reward.function=EXACT; reward.functions={a: {function: 'EXACT'}} ->
+reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}} ->
     reward.function and reward.functions are both set ... move the first into reward.functions
 reward.functions={a: {function: 'my_rewards:score'}} -> reward.functions.a.function: there is no module
-reward.function=HERE:asks_for_more -> THIS: HERE:asks_for_more has the parameters level ... expected, after prompts
-reward.max_concurrency=2 -> THIS is 2 ... not a coroutine function of single samples ... reward.batched=false
+reward.function=HERE:asks_for_more ->
+    reward.function: HERE:asks_for_more has the parameters level ... expected, after prompts
+reward.max_concurrency=2 ->
+    reward.max_concurrency is 2 ... not a coroutine function of single samples ... reward.batched=false
 data.mixture={a: {path: a.jsonl}} -> data.mixture is set, and so is data.path ... move the latter into data.mixture
-reward.functions={a: {function: 'EXACT', tasks: [sums]}} -> reward.functions.a.tasks has 'sums' ... not in data.mixture
+reward.functions={a: {function: 'dagrl.rl.rewards:exact_match', tasks: [sums]}} ->
+    reward.functions.a.tasks has 'sums' ... not in data.mixture
 reward.function=null -> reward.function is null, and there is no environment ... set one of them
 data.response_key=null; sft.max_num_steps=1 -> data.response_key is null, but SFT learns responses ... sft.max_num_steps=0
-data.response_key=null; sft.max_num_steps=0 -> data.response_key is null, but reward.function EXACT compares with a reference
+data.response_key=null; sft.max_num_steps=0 ->
+    data.response_key is null, but reward.function dagrl.rl.rewards:exact_match compares with a reference
 reward.function=my_rewards:score -> reward.function: there is no module
 phases.train_step=dagrl.graphs.phases:go -> phases.train_step: module 'dagrl.graphs.phases' has no
 phases.refit=dagrl.rl.rewards:exact_match -> phases.refit:  ... @phase
 phases.mine=my:phase -> phases (command line) ... names of phases, which 'mine' is not: demonstration_step
-policy.worker=HERE:Worker -> THIS: the worker class ... has no method save_checkpoint; expected save_checkpoint(directory
+policy.worker=HERE:Worker ->
+    policy.worker: the worker class ... it has no method save_checkpoint; expected save_checkpoint(directory: str
 data.path=null; data.task=dagrl.rl.tasks:sums -> data.task: module 'dagrl.rl.tasks' has no
 data.path=null; data.task=dagrl.rl.tasks:arithmetic; data.task_args={digit: 2} -> data.task_args:  ... 'digit' ... digits
 data.path=null; data.task=dagrl.rl.tasks:arithmetic; data.task_args={digits: 7} -> digits is 7; expected: 1 or 2
 data.path=null; data.task=builtins:dict -> data.task builtins:dict returned dict; expected: dagrl.data.Splits
-GENERATION.temperature=0.005 -> THIS (command line): found 0.005; expected: 0.01 or more: vLLM raises what is below
-GENERATION.temperature=0 -> THIS (command line): found 0; expected: 0.01 or more ... completions of a prompt are equal at 0
-TEMPLATE="{% for m in messages %}" -> TEMPLATE is not valid: Unexpected end of template ... (line 1); correct it
-TEMPLATE="1\n{{ messages | sums }}" -> TEMPLATE is not valid: No filter named 'sums'. (line 2)
-TEMPLATE="{% for m in messages %}1+1{% endfor %}=" -> THIS writes '1+1=' for both '1 + 1' and '2 + 2', so all prompts would
+policy.generation.temperature=0.005 ->
+    policy.generation.temperature (command line): found 0.005; expected: 0.01 or more: vLLM raises what is below
+policy.generation.temperature=0 ->
+    policy.generation.temperature (command line): found 0; expected: 0.01 or more ... completions of a prompt are equal at 0
+policy.tokenizer.chat_template="{% for m in messages %}" ->
+    policy.tokenizer.chat_template is not valid: Unexpected end of template ... (line 1); correct it
+policy.tokenizer.chat_template="1\n{{ messages | sums }}" ->
+    policy.tokenizer.chat_template is not valid: No filter named 'sums'. (line 2)
+policy.tokenizer.chat_template="{% for m in messages %}1+1{% endfor %}=" ->
+    policy.tokenizer.chat_template writes '1+1=' for both '1 + 1' and '2 + 2', so all prompts would be equal
 sft.max_num_steps=1; policy.generation.stop_token_ids=[4, 5, 6, 7, 8, 9, 10, 11, 12, 13] ->
     line 1: the response goes on after stop token 4 '0', where generation would end, as do all others
-GENERATION.stop_token_ids=[3, 16, -1] -> GENERATION.stop_token_ids has 16, -1, which the model does not have ... 0 to 15
+policy.generation.stop_token_ids=[3, 16, -1] ->
+    policy.generation.stop_token_ids has 16, -1, which the model does not have ... 0 to 15
 loss_fn.truncated_importance_sampling_ratio=2 -> use_importance_sampling_correction=true
 loss_fn.truncated_importance_sampling_type=icepop -> upper bound
 grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true} ->
     recompute_kv_cache_after_weight_updates ... in_flight_weight_updates=true
-reward.function=HERE:half -> bad_input:half takes (number:  ... ; expected: prompts, completions and references by position
+reward.function=HERE:half ->
+    test_bad_input:half takes (number:  ... ; expected: prompts, completions and references by position
 policy.generation.colocated.enabled=true; grpo.async_grpo.enabled=true -> policy.generation.colocated.enabled ... take turns
-loss_fn.name=distill; loss_fn.reference_policy_kl_penalty=0 -> THIS ... is no reference policy ... models.teacher.model_name
-grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 -> THIS is 1, but algorithm grpo compares the completions
+loss_fn.name=distill; loss_fn.reference_policy_kl_penalty=0 ->
+    loss_fn.name ... there is no reference policy ... models.teacher.model_name
+grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 ->
+    grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions
 algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; grpo.use_dynamic_sampling=true ->
     grpo ( ... num_generations_per_prompt is 1, but use_dynamic_sampling drops
 algorithm=ppo; policy.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
     policy.train_global_batch_size 8 is not divisible by data_parallel_size 3 of the critic workers
-algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 -> critic workers: layout ... 4 attention heads are not
+algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 ->
+    critic workers: layout ... 4 attention heads are not divisible by tp 3
 algorithm=ppo; policy.worker=dagrl.workers.megatron:MegatronValueWorker; policy.peft.enabled=true ->
     train workers:  ... peft.enabled is true, but adapters alone would leave
 algorithm=ppo; critic.model_name=no/such/critic -> critic.model_name ... 'no/such/critic' is not a directory
@@ -222,16 +243,22 @@ algorithm=sft; models.teacher.model_name=a -> models.teacher is set, but algorit
 models.tutor.model_name=a -> models.tutor is set, but no phase of the run has a Shard named 'tutor'
 models.train.model_name=a -> models (command line) ... names of roles, which 'train' cannot be
 models.teacher.model_name=no/such/teacher -> models.teacher.model_name ... 'no/such/teacher' is not a directory
-loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 -> THIS is true ... several optimizer steps ... Set
-GENERATION.colocated.enabled=true; policy.reference_weights=device -> policy.reference_weights is 'device' ... to host
+loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 ->
+    loss_fn.force_on_policy_ratio is true ... several optimizer steps ... Set policy.train_global_batch_size=
+policy.generation.colocated.enabled=true; policy.reference_weights=device ->
+    policy.reference_weights is 'device' ... set policy.reference_weights to host
 policy.generation.vllm_kwargs={enforce_eager: true} -> vllm_kwargs sets enforce_eager ... vllm_cfg
 policy.generation.vllm_kwargs={speculative_config: {method: ngram}} -> vllm_kwargs sets speculative_config
-cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 -> THIS is 0.5 ... 2 train workers ... set it to 1
-cluster.gpus_per_worker=1; cluster.num_gpus=0 -> this machine has 0 GPUs and a worker takes 1 ... or set THIS=0
+cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
+    cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
+cluster.gpus_per_worker=1; cluster.num_gpus=0 ->
+    this machine has 0 GPUs and a worker takes 1 ... or set cluster.gpus_per_worker=0
 MEGATRON.cuda_graphs=true; cluster.num_gpus=0 -> MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
 output_dir=/proc/x -> output_dir /proc/x: cannot write in /proc
-environment.function=dagrl.data:Example -> THIS: dagrl.data:Example has no method reset or step ... docs/rewards.md
-environment.function=HERE:Gym -> THIS: too many positional ... Gym.reset takes self, seed, and is given self, example
+environment.function=dagrl.data:Example ->
+    environment.function: dagrl.data:Example has no method reset or step ... docs/rewards.md
+environment.function=HERE:Gym ->
+    environment.function: too many positional ... Gym.reset takes self, seed, and is given self, example
 environment.function=tests.integration.unigram_task:SaysNines; environment.args={size: 3} ->
     environment.args: got an unexpected keyword argument 'size' ... SaysNines takes no arguments
 environment.tools=['json:dumps']; environment.function=tests.integration.unigram_task:SaysNines ->
@@ -240,19 +267,26 @@ environment.tools=['my_tools:search'] -> environment.tools: there is no module
 environment.function=my_task:answer -> environment.function ... my_task
 environment.agent=my_agent:solve -> environment.agent: there is no module
 environment.agent=HERE:half -> environment.agent: too many positional ... half takes number, and is given example, endpoint
-AGENT; environment.tools=['json:dumps'] -> environment.agent is set, and so is environment.tools; leave one
-AGENT; policy.router_replay=true -> policy.router_replay is true, but the experts of an agent's conversations
-AGENT; environment.max_conversations=2; algorithm=ppo -> environment.max_conversations is 2, but the algorithm has a critic
+environment.agent=tests.integration.agent_task:adds_twice; environment.tools=['json:dumps'] ->
+    environment.agent is set, and so is environment.tools; leave one
+environment.agent=tests.integration.agent_task:adds_twice; policy.router_replay=true ->
+    policy.router_replay is true, but the experts of an agent's conversations
+environment.agent=tests.integration.agent_task:adds_twice; environment.max_conversations=2; algorithm=ppo ->
+    environment.max_conversations is 2, but the algorithm has a critic
 policy.random_init.hf_config.model_type=gpt9 -> model_type
-policy.random_init.hf_config.initializer_range=abc -> policy.random_init.hf_config: ... 'initializer_range' expected float
+policy.random_init.hf_config.initializer_range=abc ->
+    policy.random_init.hf_config: transformers cannot make ... 'initializer_range' expected float, got str
 policy.random_init.tokenizer_characters="121" -> tokenizer_characters ... '1' more than once
 LORA={enabled: true, refit: adapters, dim: 600} -> dim is 600, but ... set LORA.refit=merged
-LORA={enabled: true, refit: adapters}; GENERATION.vllm_cfg.precision=fp8 -> vllm_cfg.precision is fp8 ... LORA.refit=merged
+LORA={enabled: true, refit: adapters}; policy.generation.vllm_cfg.precision=fp8 ->
+    vllm_cfg.precision is fp8 ... set LORA.refit=merged
 LORA={enabled: true, target_modules: [layers.0.mlp.experts.1.up_proj]}; MIXTURE ->
     has 'layers.0.mlp.experts.1.up_proj', which no linear layer outside of experts is called
-LORA={enabled: true, refit: adapters}; MIXTURE -> kernels for experts on CPUs run in no model with LoRA; set it to merged
+LORA={enabled: true, refit: adapters}; MIXTURE ->
+    vLLM's kernels for experts on CPUs run in no model with LoRA; set it to merged
 seed=-1 -> seed (command line): found -1; expected: greater
-TEMPLATE=templates/chat.jinja -> THIS (command line): found 'templates/chat.jinja'; expected: Jinja text ... not the name
+policy.tokenizer.chat_template=templates/chat.jinja ->
+    chat_template (command line): found 'templates/chat.jinja'; expected: Jinja text ... not the name of its file
 data.split=test -> data.split is 'test' ... data.jsonl' has no splits ... leave it out
 name="a\0b" -> name (command line): found 'a\x00b' ... expected: a  ... name
 data.path="a\0b" -> data.path (command line): found 'a\x00b' ... expected: a  ... without null bytes
@@ -260,8 +294,10 @@ name=a/b; --dry-run -> name (command line): found 'a/b' ... without slashes
 name=.. -> name (command line): found '..' ... without slashes
 name=𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞 -> name (command line): found ... at most 240 bytes
 name="\ud800" -> name (command line): found ... surrogates not allowed
-data.path=null; data.task=STRANGE={made: words} -> HERE:strange ... demonstrations[0] is 'a'; expected: a dagrl.data.Example
-data.path=null; data.task=STRANGE={made: prompts of numbers} -> HERE:strange ... Splits.train[0]: 'prompt' is 1; expected
+data.path=null; data.task=HERE:strange; data.task_args={made: words} ->
+    HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
+data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers} ->
+    HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
 data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
     HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
 MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
