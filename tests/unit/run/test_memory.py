@@ -42,8 +42,7 @@ MEASURED = [  # `dagrl bench train` on one H200: case, rows, length, micro, peak
     ("4b:dp1" + PACKED, 8, 4096, 2, 104.27),  # 2x-nvidia-h200/2026-11-27/train-4b-4k.json
     # 1x-nvidia-h200/2026-11-30/grpo-0.6b-512: the size of its microbatches is that of bench peers, which fits its padding.
     ("0.6b:dp1 policy.sequence_packing.train_mb_tokens=16384" + PACKED, 512, 376, 16, 35.93),
-    # What torch.compile saves is inferred from these two.
-    ("4b:dp1" + FSDP, 1, 16384, 1, 120.51),  # 1x-nvidia-h200/2026-11-28/fsdp.json
+    # What torch.compile saves is inferred from this one.
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 65536, 1, 91.78),  # 1x-.../2026-11-29/fsdp.json
     ("0.6b:dp1 policy.fsdp_cfg.activation_checkpointing=selective" + FSDP, 1, 262144, 1, 64.79),
     ("4b:dp1 policy.fsdp_cfg.activation_checkpointing=full" + FSDP, 1, 61440, 1, 84.12),  # 1x-.../2026-11-30/train.json
