@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, meta
 
+from dagrl.data.decoder import TextDecoder
 from dagrl.data.encoder import Encoded, TextEncoder, shared
 from dagrl.data.messages import ANSWER, QUESTION, RESULT, THOUGHTS, TOOL, MessageFormat, Messages, exchange
 
@@ -58,7 +59,7 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str | None = None) -> None:
         """Without the `name` of one of several templates, transformers chooses: that for tools, if there are any."""
         self.tokenizer, self._name = tokenizer, name
-        self.encoder = TextEncoder(tokenizer)
+        self.encoder, self.decoder = TextEncoder(tokenizer), TextDecoder(tokenizer)
         plain, shown = self._render, partial(self._render, tools=[TOOL])
         self._formats = MessageFormat([plain]), MessageFormat([shown, plain])  # there may be a template for tools alone
 

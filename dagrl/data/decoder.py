@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,19 +13,67 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+SPACE = "\u2581"  # in SentencePiece's tokens
+REPLACE = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+SENTENCEPIECE = [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+"""SentencePiece's decoders, as transformers has them for Gemma; for Llama 2 and Mistral STRIP follows."""
 
-def decoded(tokenizer: PreTrainedTokenizerFast, sequences: Sequence[npt.NDArray[np.int64]]) -> list[str]:
-    """Decodes as `tokenizer.decode(tokens, skip_special_tokens=True)`, by a table where tokens are bytes of their own."""
-    from tokenizers import decoders
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
-    if backend is None or _removes_spaces(tokenizer):
-        return [cast("str", tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in sequences]
-    if not isinstance(backend.decoder, decoders.ByteLevel | decoders.Fuse):  # a token's text depends on those around it
-        return cast("list[str]", backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True))
-    added = tuple((number, token.content, token.special) for number, token in backend.get_added_tokens_decoder().items())
-    pieces = _pieces(backend, added, isinstance(backend.decoder, decoders.ByteLevel))
-    return [b"".join(pieces.take(tokens, mode="clip").tolist()).decode(errors="replace") for tokens in sequences]
+class TextDecoder:
+    """Decodes as `tokenizer.decode(tokens, skip_special_tokens=True)`, by a table where a token has bytes of its own.
+
+    Tokens come into the table when they first occur; those that become special after that stay in the text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
+        self._backend: Tokenizer | None = None if backend is None or _removes_spaces(tokenizer) else backend
+        state = {} if backend is None or backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        steps = state.get("decoders")
+        self._strips = steps == [*SENTENCEPIECE, STRIP]
+        self._kind = "SentencePiece" if self._strips or steps == SENTENCEPIECE else state.get("type")
+        self._pieces: npt.NDArray[Any] = np.empty(0, object)  # the bytes of tokens, by id
+        self._known = self._parts = np.empty(0, bool)  # tokens in the table, and those that may be a part of a character
+
+    def __call__(self, sequences: Sequence[npt.NDArray[np.int64]]) -> list[str]:
+        """Returns the texts of sequences of token ids. Ids that no token has are left out."""
+        backend = self._backend
+        if backend is None:
+            return [cast("str", self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) for tokens in sequences]
+        if self._kind not in ("ByteLevel", "Fuse", "SentencePiece"):  # a token's text depends on those around it
+            return backend.decode_batch([tokens.data for tokens in sequences], skip_special_tokens=True)
+        together = np.concatenate([np.empty(0, np.int64), *sequences])
+        self._add(backend, together)
+        apart, texts = bool(self._parts[together].any()), list[str]()
+        for tokens in sequences:
+            if apart and self._parts[tokens].any():
+                texts.append(backend.decode(tokens.tolist(), skip_special_tokens=True))
+            else:
+                text = b"".join(self._pieces.take(tokens).tolist()).decode(errors="replace")
+                texts.append(text.removeprefix(" ") if self._strips else text)
+        return texts
+
+    def _add(self, backend: Tokenizer, tokens: npt.NDArray[np.int64]) -> None:
+        """Adds to the table which of these tokens it has not."""
+        if (more := int(tokens.max(initial=-1)) + 1 - len(self._pieces)) > 0:
+            self._pieces = np.append(self._pieces, np.full(more, b"", object))
+            self._known, self._parts = (np.append(flags, np.zeros(more, bool)) for flags in (self._known, self._parts))
+        if (unknown := np.unique(tokens[~self._known[tokens]])).size == 0:
+            return
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()} if self._kind == "ByteLevel" else {}
+        special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+        for number in set(unknown.tolist()) - special:
+            if (token := backend.id_to_token(number)) is None:
+                continue
+            own = token.replace(SPACE, " ") if self._kind == "SentencePiece" else token
+            all_bytes = byte_of.keys() >= set(token) if byte_of else False  # a token with other characters is its own text
+            self._pieces[number] = bytes(map(byte_of.__getitem__, token)) if all_bytes else own.encode()
+            self._parts[number] = self._kind == "SentencePiece" and token.startswith("<0x") and token.endswith(">")
+        self._known[unknown] = True
 
 
 def _removes_spaces(tokenizer: PreTrainedTokenizerFast) -> bool:
@@ -36,25 +84,3 @@ def _removes_spaces(tokenizer: PreTrainedTokenizerFast) -> bool:
     return tokenizer.clean_up_tokenization_spaces and (
         insists or not isinstance(tokenizer.backend_tokenizer.model, models.BPE)
     )
-
-
-@lru_cache(maxsize=2)  # a run has one tokenizer; a table takes about 100 bytes a token
-def _pieces(backend: Tokenizer, added: tuple[tuple[int, str, bool], ...], byte_level: bool) -> npt.NDArray[Any]:
-    """Returns the bytes of each token by id, none for special tokens, and last those of ids that no token has: none.
-
-    `added`: ids and contents of added tokens, and whether they are special, which may change between calls.
-    """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()} if byte_level else {}
-    special = {token for _, token, is_special in added if is_special}
-    tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=False).items()}
-    tokens |= {number: token for number, token, _ in added}
-    pieces = np.full(max(tokens) + 2, b"", object)
-    for number, token in tokens.items():
-        if token not in special:
-            try:
-                pieces[number] = bytes(map(bytes_of.__getitem__, token))
-            except KeyError:  # a token with other characters is its own text
-                pieces[number] = token.encode()
-    return pieces

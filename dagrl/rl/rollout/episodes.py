@@ -13,7 +13,6 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.chat import chat_of
-from dagrl.data.decoder import decoded
 from dagrl.data.media import MEDIA, ids_in
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
@@ -176,7 +175,7 @@ def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> lis
     episodes = [episode for group in groups for episode in group.episodes]
     chat = chat_of(tokenizer)
     ended = [len(episode.tokens) > 0 and episode.tokens[-1] in chat.ends for episode in episodes]
-    texts = decoded(tokenizer, [episode.tokens[: -1 if end else None] for episode, end in zip(episodes, ended, strict=True)])
+    texts = chat.decoder([episode.tokens[: -1 if end else None] for episode, end in zip(episodes, ended, strict=True)])
     return [Sample(episode.prompt, episode, chat.without_end(text)) for episode, text in zip(episodes, texts, strict=True)]
 
 

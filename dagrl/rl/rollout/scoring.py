@@ -10,7 +10,7 @@ import numpy as np
 
 from dagrl.config import Config
 from dagrl.config.settings import generation_config
-from dagrl.data.decoder import decoded
+from dagrl.data.chat import chat_of
 from dagrl.rl.advantages import zero_variance_groups
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED, prompt_messages
 from dagrl.rl.rewards import (
@@ -94,7 +94,7 @@ def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict
     prompt, episode = sample.prompt, sample.completion
     messages = prompt_messages(prompt)
     spans = episode.spans()
-    texts = decoded(tokenizer, [episode.tokens[start:end] for start, end in spans])
+    texts = chat_of(tokenizer).decoder([episode.tokens[start:end] for start, end in spans])
     for (start, _), text in zip(spans, texts, strict=True):
         messages.append({"role": "assistant" if episode.sampled[start] else "environment", "content": text})
     return messages

@@ -31,6 +31,10 @@ from dagrl.runtime.split import Split
 from tests.unit.data.test_data import byte_tokenizer
 
 PROMPT = Prompt("x", np.array([1]), "", "row 0")
+WORDS = ["do", "n't", ".", "\u65e5", "", "\u2581do", "\u2581", "<0xE6>", "<0x97>", "<0xA5>"]
+GEMMA = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+PLAIN = [decoders.WordPiece(cleanup=False), None, decoders.Fuse(), decoders.ByteLevel(), decoders.Metaspace()]
+DECODERS = [*PLAIN, *map(decoders.Sequence, (GEMMA, [*GEMMA, decoders.Strip(" ", 1, 0)], GEMMA[1:]))]
 
 
 def test_all_columns_follow_every_change() -> None:
@@ -64,21 +68,20 @@ def test_every_request_of_a_sequence_has_its_own_seed() -> None:
 
 
 @pytest.mark.parametrize("model", [models.WordLevel, models.BPE])  # whose spaces transformers does not clean up
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(cleanup=False), None, decoders.Fuse(), decoders.ByteLevel()])
+@pytest.mark.parametrize("decoder", DECODERS)
 def test_texts_are_those_of_transformers(decoder: decoders.Decoder | None, model: type[Any]) -> None:
     """Also those of parts of characters, of special and added tokens, and of ids that no token has."""
     special = {"eos_token": "<eos>", "unk_token": "<unk>"}
-    words = [*special.values(), "do", "n't", ".", "\u65e5", "", *sorted({*pre_tokenizers.ByteLevel.alphabet()} - {"."})]
+    words = [*special.values(), *WORDS, *sorted({*pre_tokenizers.ByteLevel.alphabet()} - {"."})]
     vocabulary, bpe = {word: 2 * number for number, word in enumerate(words)}, model is models.BPE
     backend = Tokenizer(model(vocabulary, *([[]] if bpe else []), unk_token=words[1]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoder
     backend.add_tokens(["<a b>"])
-    cleans = decoder is None or bpe
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=cleans)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=bpe or not decoder)
     made = np.random.default_rng(0).integers(0, 2 * len(words) + 9, (50, 80))
-    episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([4, 6, 8, 0], [], *made.tolist())]
+    episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([4, 6, 8, 0], [14, 6], [], *made.tolist())]
     groups = [RolloutGroup(number, 0, part) for number, part in enumerate((episodes[:2], episodes[2:]))]
-    for later in ([], ["<a b>"]):  # becomes special
+    for later in ([], ["<a b>", "<new>"]):  # one becomes special
         tokenizer.add_tokens(later, special_tokens=True)
         actual = [sample.text for sample in samples_of(tokenizer, *groups)]
         assert actual == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
@@ -151,10 +154,7 @@ def test_equal_parts_merge_in_a_tree_and_survive_pickling() -> None:
         (generated(finish_reason="stop"), r"request 9 finished \(length\) .* finished \(stop\)"),
         (generated(request_id=8), r"request 8 is absent, but finished"),
         (pack_generated(ROWS, RUNNING, engine_steps=3), "the engine steps are 4 and 3"),
-        (
-            running(RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]),
-            "request 5 runs with 2 new .*, but runs with 2 new",
-        ),
+        (running(RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]), "request 5 runs with 2 .*, but runs with 2 new"),
         (running(*RUNNING[:2], RequestProgress(4, 2, checksum([8]))), "request 4 runs with 1 new .*, but runs with 2 new"),
         (running(*RUNNING[:2]), "request 4 runs with .*, but is absent"),
     ],
