@@ -169,14 +169,16 @@ def read_examples(path: str | Path, split: str, config: DataConfig, parse: Parse
 
 def first_row(path: str | Path) -> Mapping[str, Json]:
     """Returns the first row of a file, or of the `train` split of a dataset; nothing if it has none. Raises DataError."""
-    return next((_object(*row) for row in _rows(path, "train")), {})
+    return next((_object(*row) for row in _rows(path, "train", first=True)), {})
 
 
-def _rows(path: str | Path, split: str, subset: str | None = None) -> Iterable[tuple[bytes | Json, str]]:
-    """Returns each row, and its source."""
+def _rows(
+    path: str | Path, split: str, subset: str | None = None, *, first: bool = False
+) -> Iterable[tuple[bytes | Json, str]]:
+    """Returns each row, and its source; with `first` at least the first one."""
     files = plain_files(path, split, subset)
     if files is None:
-        return ((dict(row), source) for source, row in read_rows(path, split, subset))
+        return ((dict(row), source) for source, row in read_rows(path, split, subset, first=first))
     return chain.from_iterable(starmap(_rows_of, files))
 
 
@@ -258,30 +260,30 @@ def keep_valid(
 
 def _rows_of(path: Path, name: str) -> Iterator[tuple[bytes | Json, str]]:
     """Yields each row of a file and its source: lines of JSON as bytes, and the objects of a JSON list or a CSV file."""
+    kinds = set(Path(name).suffixes)
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            first = next(filter(bytes.strip, file), None)
+            if first is None:
+                raise DataError(f"the data file {name!r} is empty; expected: one JSON object per line")
+            file.seek(0)
+            if kinds & {*CSV}:
+                yield from _csv_rows(file, name, "\t" if ".tsv" in kinds else ",")
+            elif ".json" in kinds and first.lstrip().startswith(b"["):
+                items = cast("list[Json]", _parsed(file.read(), name))
+                yield from ((item, f"{name}, item {number}") for number, item in enumerate(items, start=1))
+            else:
+                lines = enumerate(file, start=1)
+                yield from ((line.rstrip(b"\n"), f"{name}, line {number}") for number, line in lines if line.strip())
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"cannot read the data file {name!r} (in {Path.cwd()}): {reason}") from error
-    if not content.strip():
-        raise DataError(f"the data file {name!r} is empty; expected: one JSON object per line")
-    kinds = set(Path(name).suffixes)
-    if kinds & {*CSV}:
-        yield from _csv_rows(content, name, "\t" if ".tsv" in kinds else ",")
-    elif ".json" in kinds and content.lstrip().startswith(b"["):
-        items = cast("list[Json]", _parsed(content, name))
-        yield from ((item, f"{name}, item {number}") for number, item in enumerate(items, start=1))
-    else:
-        lines = enumerate(content.split(b"\n"), start=1)
-        yield from ((line, f"{name}, line {number}") for number, line in lines if line.strip())
 
 
-def _csv_rows(content: bytes, name: str, delimiter: str) -> Iterator[tuple[Json, str]]:
+def _csv_rows(file: gzip.GzipFile | io.BufferedReader, name: str, delimiter: str) -> Iterator[tuple[Json, str]]:
     """Yields rows whose values are text, as CSV has no other types."""
     try:
-        reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
+        reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         for row in reader:
             if None in row or None in row.values():
                 columns = ", ".join(reader.fieldnames or ())

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,10 +54,15 @@ def has_splits(path: str | Path) -> bool:
     return is_dataset(path) and not file and not (Path(path) / _ONE_SPLIT).exists()
 
 
-def read_rows(path: str | Path, split: str, subset: str | None = None) -> Iterator[tuple[str, Mapping[str, Json]]]:
-    """Yields each row and its source. Raises DataError, or MissingDependencyError without `datasets`."""
+def read_rows(
+    path: str | Path, split: str, subset: str | None = None, *, first: bool = False
+) -> Iterator[tuple[str, Mapping[str, Json]]]:
+    """Yields each row and its source; with `first` of a Parquet file the first row alone, without reading the others.
+
+    Raises DataError, or MissingDependencyError without `datasets`.
+    """
     _require(path)
-    dataset = _open(Path(path), split, subset)
+    dataset = _open(Path(path), split, subset, first=first)
     dataset = dataset.cast(_undecoded(dataset.features)) if "Image(" in str(dataset.features) else dataset
     for number, row in enumerate(dataset):
         yield f"{path}, row {number}", {key: _without_nulls(value) for key, value in row.items()}
@@ -189,9 +195,9 @@ def _check_all_taken(path: Path, splits: Mapping[str, Iterable[str]]) -> None:
             )
 
 
-def _open(path: Path, split: str, subset: str | None) -> Any:
+def _open(path: Path, split: str, subset: str | None, *, first: bool) -> Any:
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-    from pyarrow import parquet
+    from pyarrow import Table, parquet
 
     with _reading(path):
         if any((path / name).exists() for name in _SAVED):
@@ -200,6 +206,9 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
             dataset = load_dataset(str(path), subset)  # data files of a directory or the Hub
         elif path.suffix == ".arrow":
             dataset = Dataset.from_file(str(path))
+        elif first:
+            file = parquet.ParquetFile(path)
+            dataset = Dataset(Table.from_batches(islice(file.iter_batches(1), 1), file.schema_arrow))
         else:
             dataset = Dataset(parquet.read_table(path))  # without a copy in the cache of `datasets`
     if not isinstance(dataset, DatasetDict):

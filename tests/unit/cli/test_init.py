@@ -1,5 +1,6 @@
 """`dagrl init`, `examples` and `doctor`: configurations that load, copies that work anywhere, packages that do not fit."""
 
+import gzip
 import io
 import json
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from pyarrow import Table, parquet
 
 from dagrl.cli.doctor import Finding, bad_combinations, check_cupy, packages, pins, verdict
 from dagrl.cli.init import Answers, config_text
@@ -31,12 +33,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagrl.cli.init.hub_has", lambda name, kind: known.get(name, False))
 
 
-@pytest.mark.parametrize("reward, algorithm", [("math", "grpo"), (OWN, "grpo"), ("", "sft")])
-def test_what_it_writes_is_a_configuration(reward: str, algorithm: str, tmp_path: Path) -> None:
-    data, file = tmp_path / ("d.jsonl" if reward else "d.csv"), tmp_path / "made.yaml"
-    data.write_text('{"question": "1+1", "solution": "2"}\n' if reward else "question,solution\n1+1,2\n")
+@pytest.mark.parametrize("reward, name", [("math", "d.jsonl.gz"), (OWN, "d.parquet"), ("", "d.csv")])
+def test_what_it_writes_is_a_configuration(reward: str, name: str, tmp_path: Path) -> None:
+    """It reads the first row of the data alone: the rest of these files cannot be read."""
+    data, file, row, rest = tmp_path / name, tmp_path / "made.yaml", {"question": "1+1", "solution": "2"}, b"\n" * 9**5
+    parquet.write_table(Table.from_pylist([row, row]), data, row_group_size=1)
+    place, content = parquet.ParquetFile(data).metadata.row_group(1).column(0).data_page_offset, data.read_bytes()
+    contents = {
+        ".gz": gzip.compress(json.dumps(row).encode() + rest)[:-9],
+        ".parquet": content[:place] + b"\xff" * 9 + content[place + 9 :],
+        ".csv": b"question,solution\n1+1,2\n" + rest + b"\xff",
+    }
+    data.write_bytes(contents[data.suffix])
     assert main(["init", "--model", "Qwen/Qwen3-0.6B", "--data", str(data), "--reward", reward, "-o", str(file)]) == 0
     config = load_config(file, [])
+    algorithm = "grpo" if reward else "sft"
     assert (config.name, config.algorithm, config.policy.model_name) == ("made", algorithm, "Qwen/Qwen3-0.6B")
     assert (config.data.path, config.data.prompt_key, config.data.response_key) == (str(data), "question", "solution")
     if reward:

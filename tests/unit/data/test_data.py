@@ -504,12 +504,16 @@ def test_any_stretch_of_draws_has_the_shares(weighed: list[tuple[float, int]], d
         assert all(len(set(epoch)) == len(epoch) for epoch in epochs), "each source has epochs of its own"
 
 
-def test_examples_carry_their_task_and_validation_takes_turns(tmp_path: Path) -> None:
+def test_examples_and_errors_name_their_task_and_validation_takes_turns(tmp_path: Path) -> None:
     splits = load_splits(mixture(tmp_path))
     assert Counter(example.task for example in splits.train) == {"ones": 18, "twos": 4}
     assert [example.task for example in splits.validation] == ["ones", "twos", "ones"]
     assert all(example.prompt.startswith("1" if example.task == "ones" else "2") for example in splits.train)
     assert splits.train[-1].columns["q"] == splits.train[-1].prompt
+    with pytest.raises(DataError, match=r"data\.mixture\.twos: .*no key 'prompt'.*data\.prompt_key"):
+        load_splits(mixture(tmp_path, prompt_key="prompt"))
+    with pytest.raises(ConfigError, match=r"data\.mixture\.twos: data\.path and data\.task: found neither"):
+        load_splits(mixture(tmp_path, path=None))
 
 
 @pytest.mark.parametrize(
@@ -528,10 +532,3 @@ def test_weights_and_a_resumed_position(tmp_path: Path, weights: dict[str, float
     assert resumed.take(30) == sampler.take(30)
     with pytest.raises(CheckpointError, match=r"data\.mixture, data\.seed"):
         open_sampler(rows, mixture(tmp_path, weight=1.5)).restore(state)
-
-
-def test_errors_name_the_source(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.mixture\.twos: .*no key 'prompt'.*data\.prompt_key"):
-        load_splits(mixture(tmp_path, prompt_key="prompt"))
-    with pytest.raises(ConfigError, match=r"data\.mixture\.twos: data\.path and data\.task: found neither"):
-        load_splits(mixture(tmp_path, path=None))
