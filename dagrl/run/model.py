@@ -165,6 +165,7 @@ def _read_tokenizer(directory: Path, key: str, apart: Apart = partial, model: Pa
     """Returns the tokenizer of a directory, once transformers has taken the `config.json` of `model`, if there is one."""
     from tokenizers import Tokenizer
 
+    logging.getLogger("transformers.tokenization_utils_tokenizers").addFilter(_concerns_users)
     path = directory / TOKENIZER
     if apart is partial:
         tokenizer = _transformers_tokenizer(directory, key, model)
@@ -187,6 +188,11 @@ def _read_tokenizer(directory: Path, key: str, apart: Apart = partial, model: Pa
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token to end responses; set it in tokenizer_config.json")
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _concerns_users(record: logging.LogRecord) -> bool:
+    """False for the warning that transformers decodes Llama 3's tokens as they are, although their files say otherwise."""
+    return not record.getMessage().startswith("Ignoring clean_up_tokenization_spaces=True for BPE")
 
 
 def _transformers_tokenizer(directory: Path, key: str, model: Path | None) -> Any:

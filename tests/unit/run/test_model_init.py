@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -187,8 +188,12 @@ def sent(function: Any, *arguments: object) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
-def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: Path) -> None:
-    """As DeepSeek-R1-Distill-Llama is published: byte-level, with a class that replaces spaces in its own way."""
+def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    """As DeepSeek-R1-Distill-Llama is published: byte-level, with a class that replaces spaces in its own way. Llama 3's
+    asks to remove spaces; transformers would warn that it ignores that."""
+    warner = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    monkeypatch.setattr(warner, "warning_once", warner.warning, raising=False)
+    monkeypatch.setattr(warner, "handlers", [caplog.handler])
     text = "what is the answer\n to  12 and 34?"
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -199,8 +204,9 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    config |= {"clean_up_tokenization_spaces": True, "tokenizer_class": name}
     config.pop("backend", None)
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": name}))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 300}))
     (tmp_path / "final_model").mkdir()
     for directory in ("model", "final_model"):
@@ -208,6 +214,7 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
         tokenizer = load_tokenizer(policy, sent)
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == made.encode(text, add_special_tokens=False).ids
         assert (tokenizer.decode(tokenizer(text)["input_ids"]), tokenizer.eos_token) == (text, "</s>")
+        assert tokenizer.clean_up_tokenization_spaces and not caplog.text
         if directory == "model":
             run_model.save_tokenizer(policy, tokenizer, tmp_path / "final_model")
     run = configured({"model_name": str(tmp_path / "model"), "generation": {"stop_strings": ["and 34"]}})
