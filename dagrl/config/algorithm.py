@@ -238,7 +238,7 @@ class SftConfig(LoopConfig):
     max_num_steps: NonNegativeInt = derived(
         100, "GRPO: 0 if `max_num_epochs` is not set; else `max_num_epochs` passes over the demonstrations, or one"
     )
-    """Number of steps. 0 with algorithm `grpo`: no SFT first."""
+    """Number of steps. 0, if the algorithm learns from samples: no SFT first."""
 
     lr: PositiveFloat | None = derived(None, "GRPO: 1e-5 if there are SFT steps and no rate is set")
     """Learning rate, constant over the SFT steps. null: `policy.optimizer.lr`, which follows
@@ -248,7 +248,7 @@ class SftConfig(LoopConfig):
 class PreferenceConfig(LoopConfig):
     """Learning from preferences: algorithms `dpo` and `reward_model`."""
 
-    max_num_steps: NonNegativeInt = derived(100, "`max_num_epochs` passes over the pairs, or one")
+    max_num_steps: PositiveInt = derived(100, "`max_num_epochs` passes over the pairs, or one")
     """Number of steps. Each takes `policy.train_global_batch_size` pairs."""
 
     beta: PositiveFloat = 0.1

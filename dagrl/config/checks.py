@@ -36,6 +36,10 @@ def check_settings(config: Config, plan: RunPlan, *, lengths: bool = True) -> No
     _check_rewards(config, plan)
     if plan.generates:
         _check_samples(config, plan)
+    if plan.learns_from == "demonstrations" and not config.sft.max_num_steps:
+        raise ConfigError(
+            f"sft.max_num_steps is 0, so algorithm {config.algorithm} would train nothing; set it to 1 or more"
+        )
     if config.models and plan.learns_from != "samples":
         raise ConfigError(
             f"models.{next(iter(config.models))} is set, but algorithm {config.algorithm} learns from {plan.learns_from}, "

@@ -24,11 +24,10 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_overrides_in_order(small: Path) -> None:
-    words = [
-        "policy.megatron_cfg.data_parallel_size=2",
-        "policy.optimizer.lr=3e-4",  # text in YAML 1.1
-        "policy.sequence_buckets=[16, 32]",
-        "policy.generation.vllm_cfg.tensor_parallel_size=2",  # creates the section
+    """A number may be text in YAML 1.1, a key may create its section, and a tilde is the home."""
+    words = ["policy.megatron_cfg.data_parallel_size=2", "policy.optimizer.lr=3e-4", "policy.sequence_buckets=[16, 32]"]
+    words += [
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
         "data.path=a=b.jsonl",
         "data.val_path=null",
         "seed=1",
@@ -37,14 +36,9 @@ def test_overrides_in_order(small: Path) -> None:
     defaults = load_config(small)
     assert defaults.executor == "compiled" and defaults.policy.generation is None
     config = load_config(small, words)
-    assert config.policy.megatron_cfg.layout.dp == 2
-    assert config.policy.optimizer.lr == 3e-4
-    assert config.policy.sequence_buckets == (16, 32)
-    assert config.policy.generation.vllm_cfg.layout.tp == 2
+    assert config.policy.megatron_cfg.layout.dp == config.policy.generation.vllm_cfg.layout.tp == 2
+    assert (config.policy.optimizer.lr, config.policy.sequence_buckets) == (3e-4, (16, 32))
     assert (config.data.path, config.data.val_path, config.seed) == ("a=b.jsonl", None, 2)
-
-
-def test_a_tilde_is_the_home(small: Path) -> None:
     config = load_config(small, ["data.path=~/train.jsonl", "output_dir=~/runs"])
     assert (config.data.path, config.output_dir) == (str(Path.home() / "train.jsonl"), str(Path.home() / "runs"))
 
