@@ -142,12 +142,6 @@ def test_columns_decide_which_phases_run() -> None:
     assert phases_of("grpo", loss_fn=forced).train == ()
 
 
-def test_learns_from_decides_which_workers_run() -> None:
-    layouts = [list(RunPlan.of(config_of(algorithm)).layouts) for algorithm in (Weighted, "sft", KlInReward)]
-    assert layouts == [["train"], ["train"], ["train", "generation"]]
-    assert [algorithm_name(config_of(algorithm)) for algorithm in ("grpo", KlInReward)] == ["grpo", "KlInReward"]
-
-
 def test_an_example_equals_its_formula() -> None:
     logprobs, data, denominators = make_batch()
     mask = data["loss_mask"]
@@ -159,7 +153,10 @@ def test_an_example_equals_its_formula() -> None:
     torch.testing.assert_close(output.sums["own/distance"], token_mean(distance, mask))
 
 
-def test_demonstrations_are_learned_by_the_algorithm_or_by_sft() -> None:
+def test_learns_from_decides_which_workers_run_and_what_learns_demonstrations() -> None:
+    layouts = [list(RunPlan.of(config_of(algorithm)).layouts) for algorithm in (Weighted, "sft", KlInReward)]
+    assert layouts == [["train"], ["train"], ["train", "generation"]]
+    assert [algorithm_name(config_of(algorithm)) for algorithm in ("grpo", KlInReward)] == ["grpo", "KlInReward"]
     assert type(algorithm_for("likelihood", config_of(Weighted))) is Weighted
     assert algorithm_for("likelihood", config_of("grpo")).learns_from == "demonstrations"
     assert type(algorithm_for("policy", config_of(KlInReward))) is KlInReward

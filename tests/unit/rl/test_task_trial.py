@@ -72,12 +72,14 @@ def tried(**reward: Any) -> None:
         ("10", "it returned a str; expected: a list of 2 answers"),
         (["good", "good"], "it returned a reward that is not a number: could not convert string to float: 'good'"),
         (torch.ones(2, 2), "it returned a reward that is not a number"),
+        ([0.0, 1.0], "reward.weights: no part has the name 'a' or 'x'; the reward has no named parts"),
+        ([{"a": None, "b": 1.0}] * 2, "no part has the name 'x'; the parts are a, b. Correct or remove it"),
     ],
 )
 def test_a_bad_answer_is_an_error_before_the_run(answer: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.ANSWER", answer)
     with pytest.raises(ConfigError, match=says):
-        tried(**own(fixed))
+        tried(**own(fixed, weights={"a": 1.0, "x": 1.0}))
 
 
 def own(function: Any, **keys: Any) -> dict[str, Any]:
@@ -102,6 +104,8 @@ def test_a_good_reward_gets_the_reference_of_the_first_example_of_each_task(capl
     with caplog.at_level(logging.INFO, "dagrl"):
         tried(**own(right))
     texts = [record.getMessage() for record in caplog.records]
+    two = {"a": own(right), "b": {"function": "dagrl.rl.rewards:exact_match"}}  # which is not tried
+    tried(functions=two, weights={"a": 0.5, "b": 2.0, "environment": 0.5})
     assert len(texts) == 2 and "1.0 for the reference of row 0" in texts[0] and "row 2" in texts[1]
 
 
