@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 KEY = "algorithm"
 
 LIKELIHOOD, POLICY, VALUE = "likelihood", "policy", "value"
+LossName = Literal["likelihood", "policy", "value"]
 """The kinds of loss that a phase names: of demonstrations, of the run's algorithm, and of a critic's values."""
 
 _SHARED = {LIKELIHOOD: ALGORITHMS["sft"], VALUE: "dagrl.rl.algorithms:Values"}

@@ -20,12 +20,13 @@ from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
+from dagrl.config.run import PHASES
 from dagrl.config.settings import bucket_widths, generation_config, model_names, phase_path, width_key
 from dagrl.config.task import DataSourceConfig
 from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import Parse, judged_of, keep_valid, preference_of, with_chat, with_other_answers, with_tools
-from dagrl.data.media import MediaProcessor, Medium, load_processor
+from dagrl.data.media import MEDIA, MediaProcessor, Medium, load_processor
 from dagrl.data.messages import RESULT
 from dagrl.data.replies import reply_text
 from dagrl.data.tokenization import (
@@ -41,14 +42,15 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import ConfigError, DataError, LayoutError, UserError
 from dagrl.files import require_writable
-from dagrl.imports import load_callable, load_class, require_package, running
+from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import VISIBLE, cpu_count
-from dagrl.rl.algorithm import planned_algorithm
+from dagrl.rl.algorithm import columns_by_phase, planned_algorithm
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores, is_unpaired
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
+from dagrl.rl.routed_experts import ROUTED_EXPERTS
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.rl.trial import try_algorithm, try_environment, try_rewards
 from dagrl.run.checkpoint_store import CheckpointStore
@@ -89,8 +91,9 @@ from dagrl.run.model import (
 from dagrl.run.plans import load_phase, run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
-from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.phase import Role, group_transports, methods_of
+from dagrl.runtime.graph import InputRef, PhaseGraph
+from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
+from dagrl.runtime.shapes import field_types, types_text
 from dagrl.runtime.worker import check_worker_class
 from dagrl.telemetry.metrics import VALIDATION
 from dagrl.telemetry.record import RunPaths, check_run_directory, require_extras
@@ -338,6 +341,8 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
         phase = load_phase(config, key)
         with running(phase_path(config, key), f"phases.{key}"):
             graphs[key] = phase.trace(roles)
+        if phase_path(config, key) != PHASES.get(key):
+            _check_inputs(config, plan, key, phase, _fields_read(graphs[key], workers))
         used.update(phase.roles)
     if idle := [role for role in config.models if role not in used]:
         raise ConfigError(
@@ -345,6 +350,33 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
             f"phase in the `columns` of {config.algorithm}"
         )
     return graphs
+
+
+def _fields_read(graph: PhaseGraph, workers: Mapping[str, type]) -> set[str]:
+    """Returns the fields that the graph's nodes read of its input, as far as the worker classes name them in `reads`."""
+    calls = [(workers[node.worker.role], node.method) for node in graph.nodes if InputRef() in node.args]
+    return {name for worker, method in calls for name in getattr(worker, "reads", {}).get(method, ())}
+
+
+def _check_inputs(config: Config, plan: RunPlan, key: str, phase: Phase, read: set[str]) -> None:
+    """Raises ConfigError for a phase of the user's that does not take the batches that it gets.
+
+    A phase of samples' columns gets the fields that it names. Any other gets those of the phase that it replaces.
+    """
+    chooses = plan.generates and key in columns_by_phase(planned_algorithm(plan))
+    replaced = "train_step" if chooses else key if key in PHASES else "answer_sums"  # a column of preferences
+    given = cast(Phase, load_attribute(PHASES[replaced], key)).inputs
+    if given is None:
+        return
+    types, own = field_types(given), field_types(phase.inputs or {})
+    lacks = sorted((read if chooses else types.keys()) - own.keys())
+    has = [name for name in own if own[name] != types.get(name) and name not in (MEDIA, ROUTED_EXPERTS)]
+    if lacks or has:
+        found = " and ".join(f"{what} {', '.join(names)}" for what, names in (("lack", lacks), ("have", has)) if names)
+        raise ConfigError(
+            f"{f'phases.{key}' if key in PHASES else 'algorithm'}: the `inputs` of {phase_path(config, key)} {found}; "
+            f"expected: {'some' if chooses else 'all'} of {types_text(types)}. Correct the `inputs`"
+        )
 
 
 def _check_metric(inputs: Inputs, plan: RunPlan) -> None:

@@ -17,9 +17,10 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import Literal, get_args, get_origin, overload
 
 from dagrl.errors import GraphError
 from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
@@ -47,8 +48,15 @@ def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
     methods = {}
     for name, member in inspect.getmembers(worker_class, inspect.isfunction):
         if not name.startswith("__") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
-            methods[name] = without_self(inspect.signature(member))
+            methods[name] = without_self(_signature(member))
     return methods
+
+
+def _signature(function: Callable[..., object]) -> inspect.Signature:
+    """Returns a signature, with types for annotations that are text, if all of them can be evaluated."""
+    with suppress(Exception):  # names that only type checkers import
+        return inspect.signature(function, eval_str=True)
+    return inspect.signature(function)
 
 
 def without_self(signature: inspect.Signature) -> inspect.Signature:
@@ -210,8 +218,10 @@ class Tracer:
                 "Correct the name, or add the method to the worker"
             )
         if kind in ("call", "reduce"):
-            positional = 1 if kind == "reduce" else len(args) - len(keywords)
-            self._check_arguments(role, method, positional, {*constants, *keywords})
+            places = len(args) - len(keywords)
+            named: dict[str, ArgumentRef] = {name: Constant(constant) for name, constant in constants.items()}
+            named |= zip(keywords, args[places:], strict=True)
+            self._check_arguments(role, method, args[: 1 if kind == "reduce" else places], named)
         if not any(isinstance(arg, InputRef | NodeRef) for arg in args):
             raise self.error(
                 f"node {role.name}.{method} does not depend on the input; pass it the phase's input or another node's value"
@@ -256,14 +266,23 @@ class Tracer:
                 f"only reads {SHARED_MEMORY!r}; remove the .via(), or return another node's value"
             )
 
-    def _check_arguments(self, role: Role, method: str, positional: int, names: Collection[str]) -> None:
+    def _check_arguments(
+        self, role: Role, method: str, args: Sequence[ArgumentRef], named: Mapping[str, ArgumentRef]
+    ) -> None:
+        """Raises GraphError for arguments that do not fit the signature, or a constant that is not in its `Literal`."""
+        signature, node = role.methods[method], f"node {role.name}.{method}"
         try:
-            role.methods[method].bind(*[None] * positional, **dict.fromkeys(names))
+            bound = signature.bind(*args, **named)
         except TypeError as mistake:
             raise self.error(
-                f"node {role.name}.{method} is called with {positional} positional arguments and "
-                f"{sorted(names) or 'none'} by name, but its signature is {method}{role.methods[method]}: {mistake}"
+                f"{node} is called with {len(args)} positional arguments and {sorted(named) or 'none'} by name, but its "
+                f"signature is {method}{signature}: {mistake}"
             ) from None
+        for name, arg in bound.arguments.items():
+            kind = signature.parameters[name].annotation
+            if isinstance(arg, Constant) and get_origin(kind) is Literal and arg.value not in get_args(kind):
+                choices = ", ".join(map(repr, get_args(kind)))
+                raise self.error(f"{node} is called with {name}={arg.value!r}; choose one of {choices}")
 
     def tree(self, role: Role | None, method: str, parts: Value, kind: str) -> Value:
         """Joins nodes `arity` at a time, each join on the worker of its first part."""

@@ -75,6 +75,12 @@ class Batch:
         return max((array.shape[1] for array in self.fields.values() if array.ndim == 2), default=0)
 
     def __getitem__(self, name: str) -> Array:
+        """Returns a field. Raises DataError if there is none of this name."""
+        if name not in self.fields:
+            raise DataError(
+                f"a batch has no field {name!r}; it has {', '.join(self.fields)}. Correct the name, or add it to the "
+                "batch, and to the `inputs` of its phase"
+            )
         return self.fields[name]
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> Batch:
@@ -140,14 +146,14 @@ def check_batch(phase: str, value: object, expected: FieldTypes) -> Batch:
     """Returns `value` if it is a batch of exactly the `expected` fields. Raises DataError otherwise."""
     if not isinstance(value, Batch):
         raise DataError(
-            f"phase {phase!r} takes a batch of {_types_text(expected)}; it was given a {type(value).__name__}. Make a "
+            f"phase {phase!r} takes a batch of {types_text(expected)}; it was given a {type(value).__name__}. Make a "
             "dagrl.Batch of the arrays"
         )
     types = {name: (array.dtype, array.ndim) for name, array in value.fields.items()}
     if types != expected:
         missing = {name: item for name, item in expected.items() if types.get(name) != item}
         others = {name: item for name, item in types.items() if expected.get(name) != item}
-        lacks, has = f"lacks {_types_text(missing)}", f"has {_types_text(others)}, not among its `inputs`"
+        lacks, has = f"lacks {types_text(missing)}", f"has {types_text(others)}, not among its `inputs`"
         raise DataError(
             f"the batch of phase {phase!r} {' and '.join([lacks] * bool(missing) + [has] * bool(others))}. Convert, add or "
             "remove these arrays, or correct the `inputs`"
@@ -170,7 +176,8 @@ def longest_row(phase: str, batch: Batch) -> int:
     return longest
 
 
-def _types_text(types: FieldTypes) -> str:
+def types_text(types: FieldTypes) -> str:
+    """Returns fields as they are written in errors."""
     return ", ".join(f"{name} {dtype} [rows{', tokens' * (dimensions - 1)}]" for name, (dtype, dimensions) in types.items())
 
 

@@ -29,7 +29,7 @@ from dagrl.imports import gc_paused
 from dagrl.machine import DeviceMemory
 from dagrl.refit import RankPlan, RefitReport, commit_together
 from dagrl.refit.slices import WeightSlice
-from dagrl.rl.algorithm import POLICY, Algorithm, algorithm_for
+from dagrl.rl.algorithm import POLICY, Algorithm, LossName, algorithm_for
 from dagrl.rl.routed_experts import with_empty_record
 from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
 from dagrl.runtime.layout import ParallelLayout
@@ -75,6 +75,12 @@ class TrainWorker:
 
     supports: ClassVar[frozenset[str]] = frozenset(OPTIONAL_SETTINGS) - {"worker_args"}
     """The settings of `policy` that the class has, of those that not every train worker has."""
+
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **dict.fromkeys(("logprobs", "top_logprobs"), ("tokens",)),
+        **{"keep_logprobs": ("tokens", "row_ids"), "answer_sums": ("tokens", "loss_mask")},
+    }
+    """The fields that methods for columns read: the `inputs` of a phase that calls one must have them."""
 
     scalar: ClassVar[bool] = False
     """Whether the model gives one number per token: see `ValueWorker`."""
@@ -250,7 +256,7 @@ class TrainWorker:
 
     # ---- training
 
-    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+    def train_step(self, batch: Batch, loss: LossName) -> StepMetrics:
         """Runs one optimizer step on the shard's rows: `tokens`, `lengths`, `loss_mask`, and what the loss reads.
 
         `loss` names the algorithm (`algorithm_for`). `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of
@@ -279,7 +285,7 @@ class TrainWorker:
         )
         return merge_step_metrics([metrics if self._reports else StepMetrics(), model_metrics, throughput])
 
-    def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
+    def evaluate(self, batch: Batch, loss: LossName) -> StepMetrics:
         """Computes the losses of `train_step` without a step."""
         import torch
 

@@ -1,5 +1,6 @@
 """Bad input exits with code 2 and one clear message, without a traceback and before Ray starts."""
 
+import dataclasses
 import json
 import os
 import re
@@ -21,12 +22,14 @@ from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits, open_sampler
 from dagrl.data.tokenization import digest_of
 from dagrl.errors import UserError
+from dagrl.graphs.phases import SAMPLES, logprobs, train_step
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.run.preflight import preflight
 from dagrl.run.resume import REFERENCE
 from dagrl.runtime.phase import Input, Shard, Value, phase
+from dagrl.runtime.shapes import Field
 from dagrl.telemetry.record import RunPaths, lock_run, prepare_run_directory
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.backend import MegatronBackend
@@ -91,6 +94,7 @@ WORDS = {
     "MEGATRON": MEGATRON,
     "DDP": f"{MEGATRON}.distributed_data_parallel_config",
     "LORA": "policy.peft",
+    "STRANGE": f"data.path=null; data.task={__name__}:strange; data.task_args={{made",
     "MIXTURE": MIXTURE,
     "OWN": "policy.worker=dagrl.examples.hf_worker:HfWorker",
     "FSDP_CFG": "policy.fsdp_cfg",
@@ -100,10 +104,11 @@ WORDS = {
 
 
 def rows(table: str) -> list[tuple[str, str]]:
-    """Returns what is left and right of each arrow. A row may go on in an indented line."""
+    """Returns what is left and right of each arrow, where SAME is the first key. A row may go on in an indented line."""
     pattern = re.compile(rf"\b({'|'.join(WORDS)})\b")
     lines = pattern.sub(lambda word: WORDS[word[0]], table.strip().replace("\n    ", " ")).splitlines()
-    return [(left, right) for left, _, right in (line.partition(" -> ") for line in lines)]
+    parts = [line.partition(" -> ") for line in lines]
+    return [(left, right.replace("SAME", left.partition("=")[0])) for left, _, right in parts]
 
 
 OVERRIDES = r"""
@@ -115,15 +120,13 @@ seed=many -> seed (command line) ... found 'many' ... integer
 grpo.max_num_steps=true -> grpo.max_num_steps (command line): found True; expected: a number
 grpo.max_num_steps=99999999999999999999999 -> grpo.max_num_steps (command line) ... expected: an integer below 2**63
 policy.peft.enabled=true; policy.peft.dim=0 -> policy.peft.dim (command line) ... found 0 ... greater than 0
-policy.peft={enabled: true, target_modules: [linear_qkv]} ->
-    policy.peft.target_modules has 'linear_qkv' ... expected q_proj, k_proj
+policy.peft={enabled: true, target_modules: [linear_qkv]} -> SAME.target_modules has 'linear_qkv' ... expected q_proj, k_proj
 policy.peft={enabled: true, target_modules: [q_proj, layers.2.mlp.up_proj]} ->
     has 'layers.2.mlp.up_proj' ... or the end of a longer name such as 'model.layers.0.self_attn.q_proj'
 policy.peft={enabled: true, adapter_path: nowhere} ->
     cannot read ... adapter_config.json ... policy.peft.adapter_path must be a directory that PEFT or dagrl wrote
 seed=4294967296 -> seed (command line) ... expected: less than 4294967296
-policy.scheduler.lr_warmup_init=1; sft.lr=2 ->
-    policy.scheduler.lr_warmup_init is 1, above policy.optimizer.lr 1e-06 ... or less
+policy.scheduler.lr_warmup_init=1; sft.lr=2 -> SAME is 1, above policy.optimizer.lr 1e-06 ... or less
 policy.optimizer.min_lr=2e-3 -> policy.optimizer.min_lr is 0.002, above lr 1e-06 ... or less
 data.path=null; data.path.0=1 -> data.path (command line): found {'0': 1}
 seed -> 'seed' ... KEY=VALUE
@@ -140,12 +143,10 @@ MEGATRON.expert_model_parallel_size=3 -> ep 3 ... does not divide ... or 1 and 1
 MEGATRON.data_parallel_size=16 -> 17 workers, 16 train (dp16) + 1 generation (single) ... 2 CPU cores hold 16
 cluster.num_cpus=1; policy.generation.vllm_cfg.data_parallel_size=8 -> 9 workers ... 1 CPU cores hold 8
 policy.random_init=null; policy.model_name=no/model -> policy.model_name ... 'no/model'
-policy.generation.max_new_tokens=14; sft.max_num_steps=0 ->
-    room for 2 (the largest bucket less policy.generation.max_new_tokens 14)
+policy.generation.max_new_tokens=14; sft.max_num_steps=0 -> room for 2 (the largest bucket less SAME 14)
 policy.generation.max_new_tokens=14; sft.max_num_steps=0; data.too_long=drop ->
     room for 2 ... Raise policy.max_total_sequence_length, or shorten the data
-policy.generation.max_new_tokens=16 ->
-    policy.generation.max_new_tokens is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
+policy.generation.max_new_tokens=16 -> SAME is 16 ... bucket has 16 tokens: no room for a prompt. Lower it, or raise
 policy={INIT, generation: {max_new_tokens: 64}} -> max_new_tokens is 64 ... have 64 positions: no room for a prompt. Lower it
 policy.max_total_sequence_length=128 -> 64 positions ... 128 tokens; lower policy.max_total_sequence_length
 policy.sequence_buckets=[8, 32] -> sequence_buckets has 32 ... length 16
@@ -184,13 +185,13 @@ FSDP; LORA.enabled=true; MIXTURE; FSDP_CFG={data_parallel_size: 2, expert_parall
 reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}} ->
     reward.function and reward.functions are both set ... move the first into reward.functions
 reward.functions={a: {function: 'my_rewards:score'}} -> reward.functions.a.function: there is no module
-reward.function=HERE:asks_for_more ->
-    reward.function: HERE:asks_for_more has the parameters level ... expected, after prompts
-reward.max_concurrency=2 ->
-    reward.max_concurrency is 2 ... not a coroutine function of single samples ... reward.batched=false
+reward.function=HERE:asks_for_more -> SAME: HERE:asks_for_more has the parameters level ... expected, after prompts
+reward.max_concurrency=2 -> SAME is 2 ... not a coroutine function of single samples ... reward.batched=false
 data.mixture={a: {path: a.jsonl}} -> data.mixture is set, and so is data.path ... move the latter into data.mixture
 reward.functions={a: {function: 'dagrl.rl.rewards:exact_match', tasks: [sums]}} ->
     reward.functions.a.tasks has 'sums' ... not in data.mixture
+reward.weights.x=1 -> reward.weights: no part has the name 'x'; the reward has no named parts. Correct or remove it
+algorithm=sft; sft.max_num_steps=0 -> sft.max_num_steps is 0, so algorithm sft would train nothing; set it to 1 or more
 reward.function=null -> reward.function is null, and there is no environment ... set one of them
 data.response_key=null; sft.max_num_steps=1 -> data.response_key is null, but SFT learns responses ... sft.max_num_steps=0
 data.response_key=null; sft.max_num_steps=0 ->
@@ -198,6 +199,9 @@ data.response_key=null; sft.max_num_steps=0 ->
 reward.function=my_rewards:score -> reward.function: there is no module
 phases.train_step=dagrl.graphs.phases:go -> phases.train_step: module 'dagrl.graphs.phases' has no
 phases.refit=dagrl.rl.rewards:exact_match -> phases.refit:  ... @phase
+phases.train_step=HERE:misspelt -> SAME: the `inputs` of HERE:misspelt lack advantages and have advantage; expected: all of
+phases.train_step=HERE:unknown_loss -> node train.train_step is called with loss='polcy'; choose one of 'likelihood', '
+phases.logprobs=HERE:without_ids -> SAME: the `inputs` of HERE:without_ids lack row_ids and have rows; expected: some
 phases.mine=my:phase -> phases (command line) ... names of phases, which 'mine' is not: demonstration_step
 policy.worker=HERE:Worker ->
     policy.worker: the worker class ... it has no method save_checkpoint; expected save_checkpoint(directory: str
@@ -205,20 +209,17 @@ data.path=null; data.task=dagrl.rl.tasks:sums -> data.task: module 'dagrl.rl.tas
 data.path=null; data.task=dagrl.rl.tasks:arithmetic; data.task_args={digit: 2} -> data.task_args:  ... 'digit' ... digits
 data.path=null; data.task=dagrl.rl.tasks:arithmetic; data.task_args={digits: 7} -> digits is 7; expected: 1 or 2
 data.path=null; data.task=builtins:dict -> data.task builtins:dict returned dict; expected: dagrl.data.Splits
-policy.generation.temperature=0.005 ->
-    policy.generation.temperature (command line): found 0.005; expected: 0.01 or more: vLLM raises what is below
+policy.generation.temperature=0.005 -> SAME (command line): found 0.005; expected: 0.01 or more: vLLM raises what is below
 policy.generation.temperature=0 ->
     policy.generation.temperature (command line): found 0; expected: 0.01 or more ... completions of a prompt are equal at 0
 policy.tokenizer.chat_template="{% for m in messages %}" ->
     policy.tokenizer.chat_template is not valid: Unexpected end of template ... (line 1); correct it
-policy.tokenizer.chat_template="1\n{{ messages | sums }}" ->
-    policy.tokenizer.chat_template is not valid: No filter named 'sums'. (line 2)
+policy.tokenizer.chat_template="1\n{{ messages | sums }}" -> SAME is not valid: No filter named 'sums'. (line 2)
 policy.tokenizer.chat_template="{% for m in messages %}1+1{% endfor %}=" ->
     policy.tokenizer.chat_template writes '1+1=' for both '1 + 1' and '2 + 2', so all prompts would be equal
 sft.max_num_steps=1; policy.generation.stop_token_ids=[4, 5, 6, 7, 8, 9, 10, 11, 12, 13] ->
     line 1: the response goes on after stop token 4 '0', where generation would end, as do all others
-policy.generation.stop_token_ids=[3, 16, -1] ->
-    policy.generation.stop_token_ids has 16, -1, which the model does not have ... 0 to 15
+policy.generation.stop_token_ids=[3, 16, -1] -> SAME has 16, -1, which the model does not have ... 0 to 15
 loss_fn.truncated_importance_sampling_ratio=2 -> use_importance_sampling_correction=true
 loss_fn.truncated_importance_sampling_type=icepop -> upper bound
 grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true} ->
@@ -228,8 +229,7 @@ reward.function=HERE:half ->
 policy.generation.colocated.enabled=true; grpo.async_grpo.enabled=true -> policy.generation.colocated.enabled ... take turns
 loss_fn.name=distill; loss_fn.reference_policy_kl_penalty=0 ->
     loss_fn.name ... there is no reference policy ... models.teacher.model_name
-grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 ->
-    grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions
+grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16 -> SAME is 1, but algorithm grpo compares the completions
 algorithm=ppo; grpo.num_generations_per_prompt=1; grpo.num_prompts_per_step=16; grpo.use_dynamic_sampling=true ->
     grpo ( ... num_generations_per_prompt is 1, but use_dynamic_sampling drops
 algorithm=ppo; policy.train_global_batch_size=8; critic.megatron_cfg.data_parallel_size=3 ->
@@ -249,16 +249,12 @@ policy.generation.colocated.enabled=true; policy.reference_weights=device ->
     policy.reference_weights is 'device' ... set policy.reference_weights to host
 policy.generation.vllm_kwargs={enforce_eager: true} -> vllm_kwargs sets enforce_eager ... vllm_cfg
 policy.generation.vllm_kwargs={speculative_config: {method: ngram}} -> vllm_kwargs sets speculative_config
-cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 ->
-    cluster.gpus_per_worker is 0.5 ... 2 train workers ... set it to 1
-cluster.gpus_per_worker=1; cluster.num_gpus=0 ->
-    this machine has 0 GPUs and a worker takes 1 ... or set cluster.gpus_per_worker=0
+cluster.gpus_per_worker=0.5; MEGATRON.tensor_model_parallel_size=2 -> SAME is 0.5 ... 2 train workers ... set it to 1
+cluster.gpus_per_worker=1; cluster.num_gpus=0 -> this machine has 0 GPUs and a worker takes 1 ... or set SAME=0
 MEGATRON.cuda_graphs=true; cluster.num_gpus=0 -> MEGATRON.cuda_graphs is true, but this machine has no GPUs; set it to false
 output_dir=/proc/x -> output_dir /proc/x: cannot write in /proc
-environment.function=dagrl.data:Example ->
-    environment.function: dagrl.data:Example has no method reset or step ... docs/rewards.md
-environment.function=HERE:Gym ->
-    environment.function: too many positional ... Gym.reset takes self, seed, and is given self, example
+environment.function=dagrl.data:Example -> SAME: dagrl.data:Example has no method reset or step ... docs/rewards.md
+environment.function=HERE:Gym -> SAME: too many positional ... Gym.reset takes self, seed, and is given self, example
 environment.function=tests.integration.unigram_task:SaysNines; environment.args={size: 3} ->
     environment.args: got an unexpected keyword argument 'size' ... SaysNines takes no arguments
 environment.tools=['json:dumps']; environment.function=tests.integration.unigram_task:SaysNines ->
@@ -294,12 +290,9 @@ name=a/b; --dry-run -> name (command line): found 'a/b' ... without slashes
 name=.. -> name (command line): found '..' ... without slashes
 name=𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞 -> name (command line): found ... at most 240 bytes
 name="\ud800" -> name (command line): found ... surrogates not allowed
-data.path=null; data.task=HERE:strange; data.task_args={made: words} ->
-    HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
-data.path=null; data.task=HERE:strange; data.task_args={made: prompts of numbers} ->
-    HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
-data.path=null; data.task=HERE:strange; data.task_args={made: messages of words} ->
-    HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
+STRANGE: words} -> HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
+STRANGE: prompts of numbers} -> HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
+STRANGE: messages of words} -> HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
 MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
 policy.router_replay=true; algorithm=sft; MIXTURE -> policy.router_replay is true, but algorithm 'sft' generates nothing
 GRAPHS; MEGATRON.pipeline_model_parallel_size=2 -> MEGATRON.cuda_graphs is true ... pipeline_model_parallel_size is 2
@@ -352,6 +345,11 @@ class Checked(MegatronWorker):
 @phase
 def broken(train: Shard, batch: Input) -> Value:
     raise ZeroDivisionError("while traced")
+
+
+misspelt = dataclasses.replace(train_step, inputs={name.replace("ages", "age"): field for name, field in SAMPLES.items()})
+without_ids = dataclasses.replace(logprobs, inputs={"tokens": Field("int64"), "rows": Field("int64", "row")})
+unknown_loss = dataclasses.replace(train_step, function=lambda train, batch: train.map("train_step", batch, loss="polcy"))
 
 
 def failing() -> Splits:

@@ -247,7 +247,9 @@ def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words
         trace(annotated(function), role("train", "nccl", tp=4), role("generation", tp=4))
 
 
-def test_values_of_another_phase_and_none_are_refused() -> None:
+def test_values_of_another_phase_and_none_and_missing_groups_are_refused() -> None:
+    with pytest.raises(GraphError, match="phase 'unused' needs worker groups train; there are actor, critic"):
+        trace(unused, role("actor"), role("critic"))
     with pytest.raises(GraphError, match=r"join\(\) needs at least one value"):
         join()
     kept: list[Value] = []
@@ -290,11 +292,6 @@ def test_functions_that_cannot_be_phases(function: Callable[..., Any], words: st
 def test_fields_that_batches_cannot_have(field: Field, words: str) -> None:
     with pytest.raises(GraphError, match=words):
         phase(inputs={"lengths": field})(broadcast)
-
-
-def test_a_missing_group_is_named() -> None:
-    with pytest.raises(GraphError, match="phase 'unused' needs worker groups train; there are actor, critic"):
-        trace(unused, role("actor"), role("critic"))
 
 
 @pytest.mark.parametrize("annotation", [Shard, "Shard", "phase.Shard", "dagrl.runtime.phase.Shard"])

@@ -316,12 +316,6 @@ def test_an_interrupt_while_tickets_are_taken_breaks_graphs(scheduler: Scheduler
         scheduler.replay(step, batch(8))
 
 
-def test_an_actor_that_is_two_ranks_is_refused() -> None:
-    actors: list[Any] = [SimpleNamespace(_actor_id=name) for name in "abca"]
-    with pytest.raises(LayoutError, match="ranks 0 and 3 of role 'train' are the same actor"):
-        WorkerGroup.from_actors(actors, ParallelLayout(dp=4))
-
-
 @pytest.mark.parametrize(
     ("first_s", "others_s", "replays"),
     [(0.9, 0.001, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.01, 0.03, 4), (1.1, 0.001, 1)],  # cold, slow, quick, very slow
@@ -577,7 +571,10 @@ def test_joining_groups_keep_existing_graphs_and_tickets(scheduler: Scheduler, g
     assert [graph.taken[0].header.tickets for graph in made if graph.phase == "both"] == [{"train": 1, "reference": 1}] * 2
 
 
-def test_a_group_on_the_actors_of_another_cannot_join_later(scheduler: Scheduler, group: Group) -> None:
+def test_groups_have_no_actor_twice_and_none_of_another(scheduler: Scheduler, group: Group) -> None:
+    actors: list[Any] = [SimpleNamespace(_actor_id=name) for name in "abca"]
+    with pytest.raises(LayoutError, match="ranks 0 and 3 of role 'train' are the same actor"):
+        WorkerGroup.from_actors(actors, ParallelLayout(dp=4))
     late = Group(name="reference")
     late.actors[1] = group.actors[0]
     with pytest.raises(LayoutError, match="the reference group joins a scheduler that has groups on its actors"):

@@ -80,6 +80,8 @@ def test_batches_of_unequal_fields_are_refused() -> None:
         Batch({"lengths": np.array(3)})
     with pytest.raises(DataError, match="'lengths' has the type list"):
         Batch({"lengths": [1, 2]})  # type: ignore[dict-item]
+    with pytest.raises(DataError, match=r"a batch has no field 'token'; it has lengths, tokens\. .* `inputs`"):
+        Batch({"lengths": np.zeros(2), "tokens": np.zeros((2, 3))})["token"]
 
 
 def test_fields_and_scalars_are_added_to_a_copy() -> None:
