@@ -37,10 +37,7 @@ Texts = Sequence[str]
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-SHIPPED = (
-    "dagrl.rl.rewards:",
-    "dagrl.bench.",
-)  # starts of the import paths of functions that give numbers, and are not tried
+SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")  # starts of import paths of functions that give numbers, and are not tried
 ENVIRONMENT = "environment"  # name of the part of the reward that the environment gave
 
 SAMPLE_VALUES = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
@@ -134,12 +131,15 @@ def check_keywords(config: RewardConfig, columns: Iterable[str]) -> None:
             )
 
 
-def check_weights(config: RewardConfig, has_environment: bool) -> None:
-    """Raises ConfigError for a weight of no part, as far as the names of parts are known before a sample is rewarded."""
+def check_weights(config: RewardConfig, has_environment: bool, *, plain: bool = False) -> None:
+    """Raises ConfigError for a weight of no part, as far as the names of parts are known before a sample is rewarded.
+
+    `plain`: a single function of the user's gives numbers.
+    """
     names = [ENVIRONMENT] if has_environment else []
     items = reward_functions(config)
-    if any(not item.name and not item.path.startswith(SHIPPED) for item in items):
-        return  # a single function of the user's names its parts when it runs
+    if any(not item.name and not (plain or item.path.startswith(SHIPPED)) for item in items):
+        return  # it names its parts when it runs
     named = [item.name for item in items if item.name]
     names, parts = [*names, *named], tuple(f"{name}/" for name in named)
     unknown = [name for name in config.weights if name not in names and not name.startswith(parts)]
@@ -183,7 +183,7 @@ class RewardRunner:
 
     def check_parts(self, rewards: Rewards) -> None:
         """Raises ConfigError, once parts are known, for a weight of a part that no sample has."""
-        names = [name for name in rewards.parts if name]
+        names = rewards.parts.keys()
         missing = [name for name in self._weights if name not in names and name != ENVIRONMENT]
         unknown = [name for name in missing if self._has_asked(name, names)]
         if unknown and rewards.answered.any():
@@ -237,7 +237,7 @@ class RewardRunner:
                 if isinstance(answer, Failed):
                     failed.setdefault(place, answer)
                 else:
-                    parts[place] |= named_parts(item.name, answer)
+                    parts[place] |= _named(item.name, answer)
         return [failed.get(place) or self._weighted(sample) for place, sample in enumerate(parts)]
 
     def _weighted(self, parts: dict[str, float]) -> SampleReward:
@@ -248,7 +248,7 @@ class RewardRunner:
         return SampleReward(math.fsum(weighted), parts)
 
 
-def named_parts(name: str, answer: float | dict[str, float] | None) -> dict[str, float]:
+def _named(name: str, answer: float | dict[str, float] | None) -> dict[str, float]:
     """Returns the parts of an answer by full name; a number is the part `name`."""
     if not isinstance(answer, dict):
         return {} if answer is None else {name: answer}

@@ -25,15 +25,7 @@ from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, toke
 from dagrl.rl.functions.answers import Answers, Failed
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
-from dagrl.rl.rewards import (
-    SHIPPED,
-    RewardFunction,
-    RewardRunner,
-    SampleReward,
-    named_parts,
-    reward_functions,
-    rewards_of,
-)
+from dagrl.rl.rewards import SHIPPED, RewardFunction, RewardRunner, check_weights, reward_functions
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group
 from dagrl.rl.rollout.scoring import reward_texts, reward_values
 from dagrl.rl.rollout.turns import open_turns
@@ -122,15 +114,14 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
     """Rewards the reference of the first example of each task, or a made-up completion if it has none.
 
     Raises ConfigError for a function that raises, hangs, or gives no rewards, if all of them exclude every sample, and for a
-    weight of a part that none of them gives.
+    weight of a part of a function that gives numbers.
     """
     own = [item for item in reward_functions(config.reward) if not item.path.startswith(SHIPPED)]
     if not own:
         return
     named = {item.name: config.reward.functions[item.name] for item in own if item.name}
-    weights = {name: weight for name, weight in config.reward.weights.items() if not named or name.split("/")[0] in named}
-    examples, numbers, rewards = _first_of_tasks(prompts), 0, list[SampleReward]()
-    with RewardRunner(config.reward.model_copy(update={"functions": named, "weights": weights}), retries=False) as runner:
+    examples, numbers, has_parts = _first_of_tasks(prompts), 0, False
+    with RewardRunner(config.reward.model_copy(update={"functions": named}), retries=False) as runner:
         for prompt in examples:
             group = _group(prompt, tokenizer)
             samples = [Sample(prompt, episode, prompt.reference or MADE_UP) for episode in group.episodes]
@@ -138,11 +129,11 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrained
                 values = partial(reward_values, group, samples, tokenizer)
                 for item, answers in runner.answers_by_function(*reward_texts(samples), values):
                     numbers += _numbers(item, answers, prompt)
-                    rewards += [SampleReward(0 if one is not None else None, named_parts(item.name, one)) for one in answers]
+                    has_parts |= any(isinstance(answer, dict) for answer in answers)
             except RunError as error:
                 raise ConfigError(str(error)) from error
-        if config.environment.agent is None:  # an agent names its parts when it returns
-            runner.check_parts(rewards_of(rewards))
+    if numbers and not has_parts and config.environment.agent is None:
+        check_weights(config.reward, config.environment.enabled, plain=True)
     if not numbers and len(own) == len(reward_functions(config.reward)):
         names = ", ".join(f"{item.key}.function {item.path}" for item in own)
         raise ConfigError(
