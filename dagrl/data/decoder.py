@@ -23,13 +23,15 @@ SENTENCEPIECE = [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 class TextDecoder:
     """Decodes as `tokenizer.decode(tokens, skip_special_tokens=True)`, by a table where a token has bytes of its own.
 
-    Tokens come into the table when they first occur; those that become special after that stay in the text.
+    Tokens come into the table when they first occur. Special tokens are those that were special when it was made.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
         self._backend: Tokenizer | None = None if backend is None or _removes_spaces(tokenizer) else backend
+        added = {} if self._backend is None else self._backend.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
         state = {} if backend is None or backend.decoder is None else json.loads(backend.decoder.__getstate__())
         steps = state.get("decoders")
         self._strips = steps == [*SENTENCEPIECE, STRIP]
@@ -65,8 +67,7 @@ class TextDecoder:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         byte_of = {character: byte for byte, character in bytes_to_unicode().items()} if self._kind == "ByteLevel" else {}
-        special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
-        for number in set(unknown.tolist()) - special:
+        for number in set(unknown.tolist()) - self._special:
             if (token := backend.id_to_token(number)) is None:
                 continue
             own = token.replace(SPACE, " ") if self._kind == "SentencePiece" else token
