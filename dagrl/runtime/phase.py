@@ -20,7 +20,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args, get_origin, overload
+from typing import Literal, get_args, get_origin, get_type_hints, overload
 
 from dagrl.errors import GraphError
 from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
@@ -54,9 +54,11 @@ def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
 
 def _signature(function: Callable[..., object]) -> inspect.Signature:
     """Returns a signature, with types for annotations that are text, if all of them can be evaluated."""
+    signature, types = inspect.signature(function), dict[str, object]()
     with suppress(Exception):  # names that only type checkers import
-        return inspect.signature(function, eval_str=True)
-    return inspect.signature(function)
+        types = get_type_hints(function)  # Ray leaves text in the signatures of its actors' classes
+    parameters = [one.replace(annotation=types.get(name, one.annotation)) for name, one in signature.parameters.items()]
+    return signature.replace(parameters=parameters)
 
 
 def without_self(signature: inspect.Signature) -> inspect.Signature:
