@@ -86,8 +86,7 @@ def test_texts_are_those_of_transformers(decoder: decoders.Decoder | None, model
         actual = [sample.text for sample in samples_of(tokenizer, *groups)]
         assert actual == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
     assert samples_of(tokenizer) == []
-    spaces = isinstance(decoder, decoders.WordPiece) or (decoder is None and bpe)
-    assert actual[0] == ("do n't ." if spaces else "don't.")
+    assert actual[0] == ("do n't ." if isinstance(decoder, decoders.WordPiece) or (decoder is None and bpe) else "don't.")
 
 
 @pytest.mark.parametrize("sampled", [[], [True], [True] * 5, [False, True], [True, False, False, True]])

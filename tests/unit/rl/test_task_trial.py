@@ -99,9 +99,7 @@ def test_a_bad_reward_is_an_error_before_the_run(reward: dict[str, Any], says: s
         tried(**reward)
 
 
-def test_a_good_reward_gets_the_reference_of_each_task(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_good_reward_gets_the_reference_of_each_task(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO, "dagrl"):
         tried(**own(right))
     texts = [record.getMessage() for record in caplog.records]
