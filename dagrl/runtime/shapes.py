@@ -76,12 +76,13 @@ class Batch:
 
     def __getitem__(self, name: str) -> Array:
         """Returns a field. Raises DataError if there is none of this name."""
-        if name not in self.fields:
+        try:
+            return self.fields[name]
+        except KeyError:
             raise DataError(
                 f"a batch has no field {name!r}; it has {', '.join(self.fields)}. Correct the name, or add it to the "
                 "batch, and to the `inputs` of its phase"
-            )
-        return self.fields[name]
+            ) from None
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> Batch:
         """Returns the rows at the given positions, in that order."""

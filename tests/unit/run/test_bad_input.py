@@ -94,7 +94,7 @@ WORDS = {
     "MEGATRON": MEGATRON,
     "DDP": f"{MEGATRON}.distributed_data_parallel_config",
     "LORA": "policy.peft",
-    "STRANGE": f"data.path=null; data.task={__name__}:strange; data.task_args={{made",
+    "TASK": f"data.path=null; data.task={__name__}:strange; data.task_args",
     "MIXTURE": MIXTURE,
     "OWN": "policy.worker=dagrl.examples.hf_worker:HfWorker",
     "FSDP_CFG": "policy.fsdp_cfg",
@@ -290,9 +290,9 @@ name=a/b; --dry-run -> name (command line): found 'a/b' ... without slashes
 name=.. -> name (command line): found '..' ... without slashes
 name=𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞𝄞 -> name (command line): found ... at most 240 bytes
 name="\ud800" -> name (command line): found ... surrogates not allowed
-STRANGE: words} -> HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
-STRANGE: prompts of numbers} -> HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
-STRANGE: messages of words} -> HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
+TASK={made: words} -> HERE:strange ... Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example
+TASK={made: prompts of numbers} -> HERE:strange ... Splits.train[0]: 'prompt' is 1; expected: text
+TASK={made: messages of words} -> HERE:strange ... Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message
 MEGATRON.moe_aux_loss_coeff=0.01 -> moe_aux_loss_coeff is set, but the model has no experts; set it to 0
 policy.router_replay=true; algorithm=sft; MIXTURE -> policy.router_replay is true, but algorithm 'sft' generates nothing
 GRAPHS; MEGATRON.pipeline_model_parallel_size=2 -> MEGATRON.cuda_graphs is true ... pipeline_model_parallel_size is 2
